@@ -97,11 +97,12 @@ def stream_bar(console: Console, blocks: int, launches: int) -> tuple[Measured, 
 
 
 def gossip_step(over_gloo: bool) -> Callable[[], None]:
-    """A training step of this worker with ring gossip, whose messages go through shared memory or over Gloo."""
+    """A training step of this worker with ring gossip, which mixes in shared memory or by messages over Gloo."""
     group = DirectGroup(where(), TIMEOUT, torch.device("cpu"))
     backend: Any = group.process_group
     if over_gloo:
         backend._messages = GlooMessages(backend._gloo, backend._stock, group.rank, range(group.size), None)
+        backend.local = None  # So models are sent to the neighbours.
     torch.manual_seed(0)
     model = mlp()
     optimizer = SGD(model.parameters(), lr=1e-3)

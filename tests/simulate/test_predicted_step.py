@@ -173,7 +173,7 @@ def test_what_cannot_be_predicted_says_why_and_what_exchanges_nothing_says_nothi
         ("allreduce + threshold(0.001)", ["all_reduce", "all_reduce", "all_gather"], 1),
         ("local(3) + sign", ["all_reduce", "all_reduce", "all_gather"], 3),
         ("local(3, momentum=averaged)", ["all_reduce"] * 4, 3),
-        ("gossip", ["mix"], 1),
+        ("gossip", ["mix_in_memory"], 1),
         ("gossip + threshold(0.001)", ["tell", "tell"], 1),
     ],
 )

@@ -37,7 +37,12 @@ Facts = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def parted(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(launcher, tmp_path_factory.mktemp("parted"), "parted.py", ("at_different_points", "watched"))
+    return Matrix(
+        launcher,
+        tmp_path_factory.mktemp("parted"),
+        "parted.py",
+        ("at_different_points", "with_large_parameters", "watched"),
+    )
 
 
 def facts_of(matrix: Matrix, case: str, strategy: str, workers: int) -> Facts:
@@ -71,14 +76,15 @@ def test_what_cannot_be_is_refused_with_the_reason(text: str, workers: int, said
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["at_different_points", "with_large_parameters"])
 @pytest.mark.parametrize(
     ("strategy", "workers", "every"),
     [("gossip(ring)", 4, 1), ("gossip(exponential)", 4, 1), ("gossip(ring) + local(2)", 4, 2), ("gossip(ring)", 2, 1)],
 )
 def test_without_learning_models_follow_the_mixing_matrix(
-    parted: Matrix, strategy: str, workers: int, every: int
+    parted: Matrix, strategy: str, workers: int, every: int, case: str
 ) -> None:
-    facts = facts_of(parted, "at_different_points", strategy, workers)
+    facts = facts_of(parted, case, strategy, workers)
     made = Gossip.mixing(parse(strategy).parts()[0], workers)  # pyright: ignore[reportArgumentType]
     start = torch.stack([one["after"][0] for one in facts]).numpy()
     mean = start.mean(axis=0)

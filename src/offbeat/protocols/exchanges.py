@@ -30,18 +30,23 @@ Matrix = tuple[Row, ...]
 class Exchanged(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One exchange of all workers."""
 
-    what: Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "mix", "tell"]
+    what: Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "mix", "mix_in_memory", "tell"]
     by: str  # The algorithm; between neighbours, the number of the matrix.
     nbytes: int  # Bytes of each worker's row; of an all-gather, of each worker's block.
     itemsize: int = 1  # Bytes of an element: rows are split between elements.
     root: int = 0  # The rank whose row is broadcast.
 
+    @property
+    def mixes(self) -> bool:
+        """Whether it is made between neighbours only."""
+        return self.what in ("mix", "mix_in_memory", "tell")
+
     def part(self, size: int, matrices: Sequence[Matrix] = ()) -> Part:
         """The schedule among `size` workers, and its layout."""
         whole = self.nbytes * size if self.what == "all_gather" else self.nbytes
         layout = Layout(whole // self.itemsize, self.itemsize, self.root)
-        if self.what == "mix":
-            return mix(np.asarray(matrices[int(self.by)])), layout
+        if self.what in ("mix", "mix_in_memory"):
+            return mix(np.asarray(matrices[int(self.by)]), self.what == "mix_in_memory"), layout
         if self.what == "tell":
             matrix = np.asarray(matrices[int(self.by)])
             # The buffer of the rank with most neighbours: its own message, and one of each.

@@ -85,10 +85,7 @@ def step_schedule(step: Step, computing: Sequence[Sequence[float]], count: int |
             parts[0] = (parts[0][0] + FORWARD, parts[0][1])
         parts += [(0.0, _part(step, each)) for each in step.exchanges[len(early) :]]
         return in_turn([(beside(own, parts), Layout(0, 1)) for own in seconds]), count
-    chosen = [
-        [each for each in step.exchanges if each.what not in ("mix", "tell") or int(each.by) == turn]
-        for turn in range(turns)
-    ]
+    chosen = [[each for each in step.exchanges if not each.mixes or int(each.by) == turn] for turn in range(turns)]
     return steps(seconds, _every(step.period, [in_turn([_part(step, each) for each in own]) for own in chosen])), count
 
 

@@ -106,7 +106,8 @@ class Gossip(Exchanging):
         del models
         if self.asynchronous:
             return "which workers meet is decided during the run"
-        sent = [Exchanged(what="mix", by="0", nbytes=nbytes, itemsize=4)]
+        one_host = len(set(view.hosts.tolist())) == 1
+        sent = [Exchanged(what="mix_in_memory" if one_host else "mix", by="0", nbytes=nbytes, itemsize=4)]
         if forms:
             lengths = [] if forms[0].fixed else [8]
             message = forms[0].message_bytes(as_matrix(nbytes), 4, *forms[1:])

@@ -29,7 +29,9 @@ from offbeat.protocols.gossip.topology import (
     mixing,
 )
 from offbeat.protocols.schedule import Layout, Op, Round, Schedule, View
+from offbeat.runtime.collectives.one_sided.compile import compile_one_sided
 from offbeat.simulate import Link, Network, Ports, finish_times, gossip_step_time, local_step_time
+from offbeat.simulate.values import play_values
 
 LAYOUT = Layout(1000)
 WIRE = Network(Link(50e-6, 1e-8, 2e-10), ports=Ports.RANK)
@@ -63,6 +65,9 @@ def test_every_matrix_is_doubly_stochastic_and_its_schedule_does_it(kind: Kind) 
             assert report.hops == (1 if size > 1 else 0)
             neighbours = int((matrix > 0).sum(axis=1).max()) - 1
             assert report.port_bytes == neighbours * 4000
+            in_memory = check_mixing(mix(matrix, in_memory=True), matrix, View.of(size), LAYOUT)
+            assert (in_memory.hops, in_memory.port_bytes) == (report.hops, report.port_bytes)
+            assert not in_memory.lingering
     assert found >= 14
 
 
@@ -193,6 +198,50 @@ def test_a_wrong_line_in_the_schedule_is_found_out() -> None:
             check_mixing(schedule, matrix, View.of(5), LAYOUT)
     with pytest.raises(ScheduleError, match="instead of"):
         check_mixing(right, mixing(GraphShape.COMPLETE, 5).at(0), View.of(5), LAYOUT)
+
+
+def test_a_wrong_line_of_mixing_in_memory_is_found_out() -> None:
+    matrix, view = mixing(GraphShape.RING, 5).at(0), View.of(5)
+    right = mix(matrix, in_memory=True)
+    wrong = {
+        "in a race": changed(right, 0, op=Op.COMPUTE),  # Nothing is published.
+        "does not come after round 1": changed(right, 4, after=(0,)),
+        "times the contribution": changed(right, 3, op=Op.COMPUTE, weight=None),
+    }
+    for said, schedule in wrong.items():
+        with pytest.raises(ScheduleError, match=said):
+            check_mixing(schedule, matrix, view, LAYOUT)
+    with pytest.raises(ScheduleError, match="on another host"):
+        check_mixing(right, matrix, View.of(5, [0, 0, 0, 1, 1]), LAYOUT)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_mixing_in_memory_ends_with_the_right_numbers_in_any_order(kind: Kind) -> None:
+    played = 0
+    for size in range(1, 10):
+        made = possible(kind, size)
+        for matrix in made.matrices if made is not None else ():
+            given = np.random.default_rng(size).normal(size=(size, 7))
+            for seed in range(3):
+                ends = play_values(mix(matrix, in_memory=True), View.of(size), Layout(7), list(given), seed)
+                np.testing.assert_allclose(np.stack(ends), matrix @ given, atol=1e-12)
+                played += 1
+    assert played >= 12
+
+
+def test_mixing_in_memory_is_compiled_to_one_pass_over_the_row() -> None:
+    matrix = mixing(GraphShape.RING, 4).at(0)
+    third = pytest.approx(1 / 3)
+    (stage,) = compile_one_sided(mix(matrix, in_memory=True), View.of(4), 1, blocks=1)
+    assert (stage.publish, stage.reduce, stage.copy) == ((0,), (), ())
+    assert stage.weigh == ((0, ((1, third), (2, third), (0, third))),)
+    (alone,) = compile_one_sided(mix(np.eye(2), in_memory=True), View.of(2), 0, blocks=1)
+    assert (alone.publish, alone.weigh) == ((), ((0, ((0, 1.0),)),))
+    for number, change in ((3, {"op": Op.COMPUTE, "weight": None}), (4, {"weight": None, "op": Op.COPY})):
+        with pytest.raises(UsageError, match="otherwise than by a SCALE and then REDUCEs"):
+            compile_one_sided(changed(mix(matrix, in_memory=True), number, **change), View.of(4), 1, blocks=1)
+    with pytest.raises(UsageError, match="not one-sided"):
+        compile_one_sided(mix(matrix), View.of(4), 1, blocks=1)
 
 
 def test_a_local_period_takes_its_steps_and_one_sum() -> None:

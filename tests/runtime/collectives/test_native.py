@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp
 
 from conftest import clean_environment
 from offbeat.runtime.collectives.one_sided.arena import CALLS, SLOTS, STAGES, Arena
-from offbeat.runtime.collectives.one_sided.kernels import Ways, ways_of, words_of
+from offbeat.runtime.collectives.one_sided.kernels import Ways, WeightedSum, mixing_ways, ways_of, words_of
 from offbeat.runtime.collectives.one_sided.native import LATE, UNKNOWN, address_of, compiled, executor, overlap
 from offbeat.runtime.collectives.one_sided.segment import Segment
 
@@ -68,6 +68,39 @@ def test_its_steps_do_what_the_functions_of_a_script_do(
     turns.put(0, task)
     assert native.start(turns, [address_of(rows[0])]) == 0
     assert np.array_equal(rows, expected)
+
+
+@needed
+@pytest.mark.parametrize("count", [1, 7, 4099, 40_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("terms", [1, 2, 5])
+def test_a_weighted_sum_has_the_same_bits_in_both(dtype: torch.dtype, count: int, terms: int) -> None:
+    arena, ways = alone(), mixing_ways(dtype)
+    rows = torch.randn(terms, count, dtype=torch.float64).mul_(1000).to(dtype).numpy()
+    act = WeightedSum(tuple(1 / (3 + number) for number in range(terms)), dtype)
+    expected = rows.copy()
+    act(expected[0], *expected)
+    total = torch.from_numpy(rows[0]) * act.weights[0]
+    for row, weight in zip(rows[1:], act.weights[1:], strict=True):
+        total = total + torch.from_numpy(row) * weight
+    assert np.array_equal(expected[0], total.numpy())
+    steps = compiled([(act, (rows[0], *rows))], stretches_of(rows), ways, words_of(dtype), arena)
+    native = executor(arena)
+    assert steps is not None
+    assert native is not None
+    turns = native.turns(CALLS)
+    turns.put(0, native.task(steps, [start for start, _ in stretches_of(rows)]))
+    assert native.start(turns, [address_of(rows[0])]) == 0
+    assert np.array_equal(rows, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_weighted_sum_of_other_dtypes_is_left_to_the_engine(dtype: torch.dtype) -> None:
+    rows = torch.ones(2, 9, dtype=dtype).view(torch.uint16).numpy()
+    act = WeightedSum((0.25, 0.5), dtype)
+    assert compiled([(act, (rows[0], *rows))], stretches_of(rows), mixing_ways(dtype), rows.dtype, alone()) is None
+    act(rows[0], *rows)
+    assert torch.from_numpy(rows).view(dtype).tolist() == [[0.75] * 9, [1.0] * 9]
 
 
 @needed

@@ -116,9 +116,27 @@ def nobody_waits(team: Team, facts: Facts) -> Models:
     return {"model": model}
 
 
-def at_different_points(team: Team, facts: Facts) -> Models:
+class WithLargeParameters(nn.Module):
+    """A network beside parameters that learn nothing: large ones, of which one is not contiguous, and a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network, self.layer = network(), nn.Linear(150, 150)
+        self.transposed = nn.Parameter(torch.zeros(140, 130).t())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """The network alone."""
+        return self.network(inputs)
+
+
+def with_large_parameters(team: Team, facts: Facts) -> Models:
+    """The same with parameters that are large enough to be mixed where they are."""
+    return at_different_points(team, facts, WithLargeParameters())
+
+
+def at_different_points(team: Team, facts: Facts, replica: nn.Module | None = None) -> Models:
     """Everybody starts somewhere else and learns nothing: what changes is the strategy's doing alone."""
-    model = network().double()
+    model = (replica or network()).double()
     model, optimizer, train = team.prepare(model, SGD(model.parameters(), lr=0.0), batches(count=64))
     chance = torch.Generator().manual_seed(100 + team.rank)
     with torch.no_grad():

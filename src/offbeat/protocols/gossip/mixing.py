@@ -11,10 +11,11 @@ from offbeat.errors import UsageError
 from offbeat.protocols.schedule import FloatArray, IntArray, Layout, Op, Round, Schedule, View, entries
 
 
-def mix(matrix: FloatArray) -> Schedule:
+def mix(matrix: FloatArray, in_memory: bool = False) -> Schedule:
     """Every rank gets its neighbours' rows and takes the mean by the matrix's weights: one hop.
 
-    Neighbours at one distance go together, so that every port carries one message at a time.
+    Neighbours at one distance go together, so that every port carries one message at a time. With `in_memory`, all
+    ranks live on one host: each publishes its row, and reads those of its neighbours there.
     """
     size = len(matrix)
     ranks = np.arange(size)
@@ -28,11 +29,16 @@ def mix(matrix: FloatArray) -> Schedule:
     def rounds(view: View, layout: Layout) -> Iterator[Round]:
         if view.size != size:
             raise UsageError(f"the matrix mixes {size} workers, and there are {view.size}")
-        brought = [entries(Op.SEND, source, target, 0, layout.count, ()) for source, target in heard]
+        bring, published = (Op.FETCH, (0,)) if in_memory else (Op.SEND, ())
+        if in_memory:
+            yield entries(Op.COPY, ranks, ranks, 0, layout.count, ())
+        brought = [entries(bring, source, target, 0, layout.count, published) for source, target in heard]
         yield from brought
-        yield _weighed(entries(Op.SCALE, ranks, ranks, 0, layout.count, tuple(range(len(heard)))), own)
-        for number, (each, (source, target)) in enumerate(zip(brought, heard, strict=True), len(heard)):
+        number = len(published) + len(brought)
+        yield _weighed(entries(Op.SCALE, ranks, ranks, 0, layout.count, tuple(range(number))), own)
+        for each, (source, target) in zip(brought, heard, strict=True):
             yield _weighed(each.used(Op.REDUCE, (number,)), matrix[target, source])
+            number += 1
 
     return rounds
 

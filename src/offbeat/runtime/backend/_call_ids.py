@@ -14,7 +14,7 @@ from offbeat.runtime.collectives.one_sided.kernels import OPERATIONS
 
 KINDS = (
     *("nothing", "all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter"),
-    *("all_to_all", "barrier", "monitored_barrier", "shared_tensor"),
+    *("all_to_all", "barrier", "monitored_barrier", "shared_tensor", "mix"),
 )
 """Collectives by their number in a mark."""
 _DTYPES = (

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d  # pyright: ignore[reportPrivateUsage]
 from torch._C._distributed_c10d import AllreduceOptions
 
+from offbeat.protocols.schedule import Schedule
 from offbeat.runtime.backend._call_ids import KIND_OF
 from offbeat.runtime.backend._checks import (
     alike,
@@ -51,6 +52,16 @@ class ReducingGroup(Core):
             return self._stock.allreduce_coalesced(tensors, opts)
         act = partial(self._way.all_reduce_coalesced, tensors, operation_of(opts))
         return self._do("all_reduce", act, opts, tensors, tensors)
+
+    def mix_in_place(self, tensors: Sequence[Tensor], schedule: Schedule, what: str) -> None:
+        """Mix tensors in place, as one row, through shared memory, by a schedule with weights."""
+        local: Any = self.local
+
+        def act() -> None:
+            with in_place(tensors) as held:
+                local.mix(held, schedule)
+
+        self.at_once(act, what, tensors)
 
     @also_called(tensor="tensors")
     def reduce(

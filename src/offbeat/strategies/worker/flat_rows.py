@@ -12,6 +12,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
+from offbeat.protocols.exchanges import SMALL_GRADIENT
+from offbeat.runtime.collectives.one_sided.native import overlap
 from offbeat.runtime.groups.group import Group
 
 SHARING = "the sharing of parameters"
@@ -36,10 +38,41 @@ class Rows:
 
     def write(self, rows: Sequence[Tensor]) -> None:
         """Set the tensors to the values of these rows."""
-        with torch.no_grad():
-            for same_kind, row in zip(self._by_kind, rows, strict=True):
-                for tensor, piece in zip(same_kind, row.split([t.numel() for t in same_kind]), strict=True):
-                    tensor.copy_(piece.view(tensor.shape))
+        for same_kind, row in zip(self._by_kind, rows, strict=True):
+            _hand_back(same_kind, row)
+
+    @contextmanager
+    def copied(self) -> Generator[list[list[Tensor]]]:
+        """For each row a copy of its tensors, which is written back."""
+        rows = self.read()
+        yield [[row] for row in rows]
+        self.write(rows)
+
+    @contextmanager
+    def in_place(self) -> Generator[list[list[Tensor]]]:
+        """For each row the tensors themselves, to be changed in place; small ones as a copy, which is written back."""
+        opened: list[list[Tensor]] = []
+        copied: list[tuple[list[Tensor], Tensor]] = []
+        for same_kind in self._by_kind:
+            large = [t.detach() for t in same_kind if t.numel() > SMALL_GRADIENT and not t.is_complex()]
+            others = [t for t in same_kind if t.numel() <= SMALL_GRADIENT or t.is_complex()]
+            if overlap([(t.data_ptr(), t.nbytes) for t in large]):  # Each place must be changed only once.
+                large, others = [], same_kind
+            if others:
+                flat = torch.cat([t.detach().reshape(-1) for t in others])
+                copied.append((others, flat))
+                large.append(flat)
+            opened.append(large)
+        yield opened
+        for tensors, flat in copied:
+            _hand_back(tensors, flat)
+
+
+def _hand_back(tensors: Sequence[Tensor], row: Tensor) -> None:
+    """Set tensors to the values of a row."""
+    with torch.no_grad():
+        for tensor, piece in zip(tensors, row.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(piece.view(tensor.shape))
 
 
 def parameters_of(optimizer: Optimizer) -> list[Parameter]:

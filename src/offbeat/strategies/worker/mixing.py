@@ -19,16 +19,14 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.protocols.exchanges import Exchanged
-from offbeat.protocols.gossip.mixing import mix
 from offbeat.protocols.gossip.topology import Mixing
 from offbeat.protocols.partition import mixed
-from offbeat.protocols.schedule import Layout, View
-from offbeat.runtime.collectives.two_sided import programs
+from offbeat.protocols.schedule import View
 from offbeat.runtime.compression import Coder, CompressionAccount, GroupLink, together
 from offbeat.runtime.groups.coordinated_group import CoordinatedGroup
 from offbeat.runtime.groups.gossip_thread import GossipThread
 from offbeat.runtime.groups.group import Group
-from offbeat.runtime.groups.neighbours import Neighbours
+from offbeat.runtime.groups.neighbours import Neighbours, RowMixer
 from offbeat.runtime.hosts.link_probe import measured
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.servers.plan import ServerPlan
@@ -117,9 +115,7 @@ class GossipWorker(MixingWorker):
         super().__init__(group, stopwatch, strategy, mixing)
         self._gamma = gamma
         self._estimates: list[list[_Estimates]] = []
-        self._schedules = [mix(matrix) for matrix in self.mixing.matrices]
-        self._compiled = programs()
-        self._scratch: dict[Any, Tensor] = {}
+        self._mixer = RowMixer(group, self.mixing.matrices)
         self._rows: dict[int, Rows] = {}
         self._exchanges: dict[int, tuple[Exchanged, ...]] = {}
         self._turns: dict[int, int] = {}
@@ -133,7 +129,7 @@ class GossipWorker(MixingWorker):
         if why_not(self.group) is None:
             most = sum(p.numel() * p.element_size() for optimizer in self._optimizers for p in parameters_of(optimizer))
             self._trials = measured(
-                self.group, most, lambda size: partial(self._mix, torch.zeros(max(1, size // 4)), 0)
+                self.group, most, lambda size: partial(self._mixer.mix, [torch.zeros(max(1, size // 4))], 0)
             )
         if self.compressions:
             self._estimates = [self._first_estimates(n, optimizer) for n, optimizer in enumerate(self._optimizers)]
@@ -161,7 +157,7 @@ class GossipWorker(MixingWorker):
         return estimates
 
     def stepped(self, number: int, optimizer: Optimizer) -> None:
-        """Send each row to the neighbours, and take the weighted mean of the received rows."""
+        """Let the neighbours have each row, and take the weighted mean of it and theirs."""
         if number not in self._rows:
             self._rows[number] = Rows(parameters_of(optimizer))
         rows = self._rows[number]
@@ -169,31 +165,23 @@ class GossipWorker(MixingWorker):
         turn = self._turns.get(number, 0)
         with self.stopwatch.spent_on("communicate"):
             self.group.sent.record()
-            flat = rows.read()
-            for place, row in enumerate(flat):
-                if self.compressions:
-                    estimates = self._estimates[number][place]
-                    dense = partial(self._mix, turn=turn)
-                    with estimates.account.counted(self.group.direct, row, "messages to neighbours", dense) as link:
-                        estimates.mix(row, link)
-                else:
-                    self._mix(row, turn)
-            rows.write(flat)
+            if self.compressions:
+                self._mix_compressed(number, turn)
+            else:
+                with rows.in_place() if self._mixer.in_memory else rows.copied() as opened:
+                    for tensors in opened:
+                        self._mixer.mix(tensors, turn)
             self._exchanges[number] = self.group.sent.recorded()
         self._turns[number] = turn + 1
 
-    def _mix(self, row: Tensor, turn: int) -> None:
-        real = torch.view_as_real(row).view(-1) if row.is_complex() else row
-        schedule = self._schedules[turn % len(self._schedules)]
-        layout = Layout(real.numel(), real.element_size())
-        program = self._compiled(schedule, self.group.direct.view, layout, self.group.rank)
-        kind = (real.dtype, real.device)
-        scratch = self._scratch.get(kind)
-        if scratch is None or scratch.numel() < program.scratch:
-            scratch = self._scratch[kind] = real.new_empty(program.scratch)
-        by = str(turn % len(self._schedules))
-        exchanged = Exchanged(what="mix", by=by, nbytes=real.nbytes, itemsize=real.itemsize)
-        self.group.direct.run(program, real, scratch, "mixing with neighbours", exchanged)
+    def _mix_compressed(self, number: int, turn: int) -> None:
+        def dense(row: Tensor) -> None:
+            self._mixer.mix([row], turn)
+
+        with self._rows[number].copied() as opened:
+            for (row,), estimates in zip(opened, self._estimates[number], strict=True):
+                with estimates.account.counted(self.group.direct, row, "messages to neighbours", dense) as link:
+                    estimates.mix(row, link)
 
     @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
@@ -203,7 +191,7 @@ class GossipWorker(MixingWorker):
         with super().averaged(models):
             if own and self.distance and not self.compressions:
                 for row in own:
-                    self._mix(row, self._turns.get(0, 0))
+                    self._mixer.mix([row], self._turns.get(0, 0))
                 apart = sum(float((a - b).abs().double().square().sum()) for a, b in zip(own, rows.read(), strict=True))
                 left = self.group.gather([apart], "the distance of models")[:, 0].mean()
                 self._measured_rate = float(left.sqrt()) / self.distance

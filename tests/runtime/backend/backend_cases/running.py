@@ -158,15 +158,17 @@ def cases_of(module: str) -> list[str]:
     return [name.removeprefix(PREFIX) for name in names if BACKEND != "gloo" or not name.startswith(BEYOND)]
 
 
-def roles_for(folder: Path, port: int, size: int, entry: str, config: Mapping[str, Any]) -> list[Role]:
-    """A team of ranks that all run one entry."""
+def roles_for(
+    folder: Path, port: int, size: int, entry: str, config: Mapping[str, Any], native: bool = True
+) -> list[Role]:
+    """A team of ranks that all run one entry; without `native`, collectives are interpreted."""
     return [
         Role(
             kind="worker",
             rank=rank,
             entry=entry,
             config={"backend": BACKEND, **config},
-            environment=worker_environment(rank, size, port),
+            environment={**worker_environment(rank, size, port), "OFFBEAT_NATIVE": "1" if native else "0"},
             log=folder / f"{rank}.log",
             threads=1,
         )
@@ -174,7 +176,9 @@ def roles_for(folder: Path, port: int, size: int, entry: str, config: Mapping[st
     ]
 
 
-def digests_of(launcher: Launcher, folder: Path, module: str, size: int, *only: str, hosts: str = "") -> dict[str, str]:
+def digests_of(
+    launcher: Launcher, folder: Path, module: str, size: int, *only: str, hosts: str = "", native: bool = True
+) -> dict[str, str]:
     """Run a module's cases on a team; fails with every rank's traceback of every case that did not go well.
 
     `hosts` has a letter for each rank: ranks with different ones take each other for being on different hosts.
@@ -187,9 +191,8 @@ def digests_of(launcher: Launcher, folder: Path, module: str, size: int, *only: 
         verdicts.setdefault(message["case"], {})[message["rank"]] = message["error"]
         digests[message["case"]] = message["digest"]
 
-    launcher.run(
-        roles_for(folder, store.port, size, ENTRY, {"module": module, "only": only, "hosts": hosts}), on_message=note
-    )
+    config = {"module": module, "only": only, "hosts": hosts}
+    launcher.run(roles_for(folder, store.port, size, ENTRY, config, native), on_message=note)
     assert verdicts, "no case was run"
     bad = [
         f"== {name}, rank {rank} of {size}\n{verdicts[name].get(rank, 'never told')}"

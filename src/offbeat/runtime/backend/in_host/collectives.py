@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.protocols.collectives import Collective
+from offbeat.protocols.schedule import Schedule, View
 from offbeat.runtime.backend._call_ids import mark
 from offbeat.runtime.backend._checks import in_place
 from offbeat.runtime.backend.in_host.moves import HostMoves, bases_of, in_one_block, pieces_of, plan_key, windows_of
 from offbeat.runtime.backend.in_host.runner import InterpretedAllReduce
 from offbeat.runtime.collectives.one_sided.arena import ONE_SHOT, SMALL, Arena
-from offbeat.runtime.collectives.one_sided.compile import ProgramStage, even_blocks
+from offbeat.runtime.collectives.one_sided.compile import ProgramStage, compile_one_sided, even_blocks
 from offbeat.runtime.collectives.one_sided.interpret import Piece, PreparedCollective
-from offbeat.runtime.collectives.one_sided.kernels import Array, Ways, as_words, ways_of, words_of
+from offbeat.runtime.collectives.one_sided.kernels import Array, Ways, as_words, mixing_ways, ways_of, words_of
 from offbeat.runtime.collectives.one_sided.native import Turns, address_of
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.system.malloc import give_back_excess
@@ -69,6 +70,7 @@ class HostCollectives(HostMoves):
         super().__init__(arena)
         self._shared = SharedTensors(arena)
         self._large = 0
+        self._mixings: dict[Schedule, tuple[ProgramStage, ...]] = {}
 
     def all_reduce(self, tensors: Sequence[Tensor], operation: Any) -> None:
         """Reduce tensors of one dtype in place, by the algorithm for their size."""
@@ -144,6 +146,21 @@ class HostCollectives(HostMoves):
 
         number = mark("reduce_scatter", dtype, sum(tensor.numel() for tensor in tensors), _SUM)
         self._in_place(("own_blocks", weight == 1.0), number, ways, tensors, stages, width, pieces)
+
+    def mix(self, tensors: Sequence[Tensor], schedule: Schedule) -> None:
+        """Mix contiguous tensors of one dtype in place, as one row, by a schedule with weights."""
+        dtype, view, me = tensors[0].dtype, View.of(self.arena.size), self.arena.rank
+        if schedule not in self._mixings:
+            self._mixings[schedule] = compile_one_sided(schedule, view, me, blocks=1)
+        stages = self._mixings[schedule]
+        small = len(tensors) == 1 and tensors[0].nbytes <= SMALL
+        width = self.engine.width(1, dtype.itemsize, small)
+        number = mark("mix", dtype, sum(tensor.numel() for tensor in tensors), root=len(tensors))
+
+        def cut(row: Array) -> list[Piece]:
+            return pieces_of(row, row, width, 1)
+
+        self._in_place(("mix", stages, dtype), number, mixing_ways(dtype), tensors, stages, width, cut)
 
     def _in_place(
         self,

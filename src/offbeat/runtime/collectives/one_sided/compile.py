@@ -26,6 +26,8 @@ class ProgramStage:
     """Blocks to reduce, each with the contributing ranks in order."""
     copy: tuple[tuple[int, int, int], ...]
     """Copies: source, block there, block here."""
+    weigh: tuple[tuple[int, tuple[tuple[int, float], ...]], ...] = ()
+    """Blocks to replace by weighted sums, each with the contributing ranks in order, this one first, and weights."""
 
 
 _Flags = NDArray[np.bool_]
@@ -37,11 +39,13 @@ class _OpenStage:
     publish: set[int] = field(default_factory=set[int])
     contributions: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     copies: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    weighted: dict[int, list[tuple[int, float]]] = field(default_factory=dict[int, list[tuple[int, float]]])
 
     def closed(self) -> ProgramStage:
         reduce = tuple((block, tuple(sorted(ranks))) for block, ranks in sorted(self.contributions.items()))
         copy = tuple((source, block, place) for place, (source, block) in sorted(self.copies.items()))
-        return ProgramStage(tuple(sorted(self.publish)), reduce, copy)
+        weigh = tuple((block, tuple(terms)) for block, terms in sorted(self.weighted.items()))
+        return ProgramStage(tuple(sorted(self.publish)), reduce, copy, weigh)
 
 
 def compile_one_sided(
@@ -77,7 +81,9 @@ def _reads(fetch: Round, changed: _Flags) -> bool:
 
 def _note(each: Round, rank: int, stage: _OpenStage, changed: _Flags) -> None:
     columns = (each.source, each.target, each.start, each.stop, each.place)
-    for source, target, start, stop, place in zip(*(column.tolist() for column in columns), strict=True):
+    weights: list[float | None] = [None] * len(each.source) if each.weight is None else each.weight.tolist()
+    lists = (column.tolist() for column in columns)
+    for source, target, start, stop, place, weight in zip(*lists, weights, strict=True):
         shift = place - start
         if each.op is Op.FETCH:
             if source == rank and target != rank:
@@ -87,12 +93,28 @@ def _note(each: Round, rank: int, stage: _OpenStage, changed: _Flags) -> None:
         if target == rank:
             for block in range(start, stop):
                 at = block + shift
+                if weight is not None or at in stage.weighted:
+                    _weigh(stage, each.op, at, source, 1.0 if weight is None else weight)
+                    continue
                 if each.op is not Op.REDUCE:
                     stage.copies[at] = (source, block)
                     continue
                 if at in stage.copies:  # A copy replaced this rank's block: it is the first of the sum.
                     stage.contributions[at] = [stage.copies.pop(at)[0]]
                 stage.contributions.setdefault(at, [rank]).append(source)
+
+
+def _weigh(stage: _OpenStage, op: Op, block: int, source: int, weight: float) -> None:
+    """Note a term of a weighted sum; a block is scaled first, then weighted blocks of others are added."""
+    terms = stage.weighted.setdefault(block, [])
+    expected = Op.REDUCE if terms else Op.SCALE
+    changed = block in stage.contributions or block in stage.copies
+    if op is not expected or changed or any(source == earlier for earlier, _ in terms):
+        raise UsageError(
+            f"this schedule changes block {block} otherwise than by a SCALE and then REDUCEs from other ranks between "
+            f"two signals, so it cannot be run through shared memory in one pass: run it over messages"
+        )
+    terms.append((source, weight))
 
 
 def even_blocks(count: int, blocks: int) -> list[tuple[int, int]]:

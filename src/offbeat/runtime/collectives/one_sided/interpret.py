@@ -9,7 +9,7 @@ import numpy as np
 
 from offbeat.runtime.collectives.one_sided.arena import CHUNK, DEPTH, PHASES, SLOTS, SMALL, STAGES, Arena
 from offbeat.runtime.collectives.one_sided.compile import ProgramStage, even_blocks
-from offbeat.runtime.collectives.one_sided.kernels import Array, Ways
+from offbeat.runtime.collectives.one_sided.kernels import Array, Ways, WeightedSum
 
 LIVE = 1 << 18
 """Bytes reduced at once where nothing is copied."""
@@ -179,6 +179,10 @@ class Engine:
                 yield np.copyto, (out, scratch)
             if following is not None:
                 yield np.copyto, (_part(following, block, width, out), out)
+        for block, terms in stage.weigh:
+            row = inputs[block]
+            others = (_part(slots[rank], block, width, row) for rank, _ in terms[1:])
+            yield _weighted_sum([weight for _, weight in terms], ways), (result[block], row, *others)
         for source, block, place in stage.copy:
             row = result[place]
             yield np.copyto, (row, _part(slots[source], block, width, row))
@@ -232,6 +236,12 @@ def reductions(rows: Sequence[Array], out: Array, ways: Ways) -> list[Action]:
     actions: list[Action] = [(combine, (rows[0], rows[1], out))]
     actions += [(combine, (out, row, out)) for row in rows[2:]]
     return actions if ways.finish is None else [*actions, (ways.finish, (out,))]
+
+
+def _weighted_sum(weights: Sequence[float], ways: Ways) -> WeightedSum:
+    if ways.dtype is None:
+        raise RuntimeError("a schedule with weights was run without the dtype of its numbers")
+    return WeightedSum(tuple(weights), ways.dtype)
 
 
 def _part(slot: Array, block: int, width: int, row: Array) -> Array:

@@ -37,6 +37,32 @@ class SumSpec(NamedTuple):
     """Factor of this rank's numbers."""
 
 
+class WeightedSum(NamedTuple):
+    """Writes the sum of rows of a dtype, each times its weight, to an array, which may be the first row's.
+
+    Products are rounded before they are added, here and in native.c: so both have the same bits.
+    """
+
+    weights: tuple[float, ...]
+    dtype: torch.dtype
+
+    def __call__(self, out: Array, *rows: Array) -> None:
+        """Write the sum of the weighted rows."""
+        if self.dtype not in (torch.float32, torch.float64):
+            first, *others = (torch.from_numpy(row).view(self.dtype) for row in rows)
+            total = torch.mul(first, self.weights[0], out=torch.from_numpy(out).view(self.dtype))
+            for weight, other in zip(self.weights[1:], others, strict=True):
+                total.add_(other, alpha=weight)
+            return
+        own, *factors = (out.dtype.type(weight) for weight in self.weights)
+        product = np.empty(min(_AT_ONCE, out.size), out.dtype)
+        for start in range(0, out.size, _AT_ONCE):
+            here, first, *others = (row[start : start + _AT_ONCE] for row in (out, *rows))
+            np.multiply(first, own, here)
+            for factor, other in zip(factors, others, strict=True):
+                np.add(here, np.multiply(other, factor, product[: here.size]), here)
+
+
 class Ways(NamedTuple):
     """How a reduction combines numbers."""
 
@@ -47,6 +73,8 @@ class Ways(NamedTuple):
     """Writes this rank's numbers, times its weight, to the first; None: without weights."""
     blend: Callable[[Array, Array, Array], Any] | None = None
     """Writes a row plus another times this rank's weight to the third, in one pass; for sums of two."""
+    dtype: torch.dtype | None = None
+    """Of rows whose weighted sums are taken; None: of a reduction without weights of the schedule's own."""
     plain: SumSpec | None = None
     """The reduction in figures, if it is a sum of a common dtype."""
 
@@ -57,6 +85,8 @@ _WORDS: dict[torch.dtype, Any] = {torch.bool: np.bool_} | {
 }
 
 
+_AT_ONCE = 1 << 14
+"""Elements of a weighted sum that are taken at once: few enough for the caches."""
 _BY_SIZE = {1: np.uint8, 2: np.uint16, 4: np.int32}
 _UFUNCS: dict[Any, tuple[Combine, Callable[..., Tensor]]] = {
     ReduceOp.SUM: (np.add, torch.add),
@@ -165,5 +195,10 @@ def ways_of(operation: Any, dtype: torch.dtype, size: int, weight: float | None 
         None
         if weight is None or operation != ReduceOp.SUM
         else partial(_by_torch, partial(torch.add, alpha=weight), dtype),
-        _plain(operation, dtype, size, weight),
+        plain=_plain(operation, dtype, size, weight),
     )
+
+
+def mixing_ways(dtype: torch.dtype) -> Ways:
+    """How rows of a dtype are mixed by the weights of a schedule."""
+    return Ways(dtype=dtype, plain=_plain(ReduceOp.SUM, dtype, 0, 1.0))

@@ -15,7 +15,7 @@
 #include "../streaming.h"
 #include "../waiting.h"
 
-#define VERSION 6
+#define VERSION 7
 
 /* x86 has several vector widths; the widest available one is chosen when the library is loaded. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
@@ -24,14 +24,14 @@
 #define WIDE
 #endif
 
-enum { POST, TAKE, COPY, ADD, SCALE, BLEND, DIVIDE, SPREAD, STREAM };
+enum { POST, TAKE, COPY, ADD, SCALE, BLEND, DIVIDE, SPREAD, STREAM, WEIGH, TERM };
 enum { FLOAT32, FLOAT64, INT32, INT64 };
 enum { DONE, LATE, DIFFERENT, UNKNOWN };
 
 /* A place has the number of a base in its upper 16 bits, and an offset in bytes in the others. */
 typedef struct {
     int64_t op, kind, out, a, b, count;
-    double divisor;
+    double number; /* a divisor or a weight */
 } step_t;
 
 /* One rank's view of its arena: the board, signals to and from each of the others, and how it waits. */
@@ -205,7 +205,7 @@ static void spread(const step_t *step, char **bases) {
     char sum[PIECE] __attribute__((aligned(64)));
     int64_t width = SIZES[step->kind], ranks = step->b, bytes = step->count * width;
     char **rows = bases + step->a;
-    if (ranks == 2 && step->divisor == 0.0) {
+    if (ranks == 2 && step->number == 0.0) {
         both(step->kind, rows[0] + step->out, rows[1] + step->out, step->count);
         return;
     }
@@ -213,8 +213,24 @@ static void spread(const step_t *step, char **bases) {
         int64_t here = bytes - at < PIECE ? bytes - at : PIECE, offset = step->out + at;
         add(step->kind, sum, rows[0] + offset, rows[1] + offset, here / width);
         for (int64_t rank = 2; rank < ranks; rank++) add(step->kind, sum, sum, rows[rank] + offset, here / width);
-        if (step->divisor != 0.0) divide(step->kind, sum, step->divisor, here / width);
+        if (step->number != 0.0) divide(step->kind, sum, step->number, here / width);
         for (int64_t rank = 0; rank < ranks; rank++) memcpy(rows[rank] + offset, sum, here);
+    }
+}
+
+#define PLACE(x) (bases[(x) >> 48] + ((x) & 0xffffffffffffLL))
+
+/* A row times a weight, plus other rows times theirs, which the following steps have; piece by piece in the nearest
+ * cache, so that every row is read once. */
+static void weigh(const step_t *step, char **bases) {
+    enum { PIECE = 8192 };
+    int64_t width = SIZES[step->kind], bytes = step->count * width;
+    for (int64_t at = 0; at < bytes; at += PIECE) {
+        int64_t count = (bytes - at < PIECE ? bytes - at : PIECE) / width;
+        char *out = PLACE(step->out) + at;
+        scale(step->kind, out, PLACE(step->a) + at, step->number, count);
+        for (int64_t term = 1; term <= step->b; term++)
+            blend(step->kind, out, out, PLACE(step[term].a) + at, step[term].number, count);
     }
 }
 
@@ -235,7 +251,6 @@ static int alike(task_t *task) {
 
 /* Run the remaining steps. LATE: the peer of number `task->taken` has not signalled; call again to continue. */
 int64_t offbeat_go_on(task_t *task) {
-#define PLACE(x) (bases[(x) >> 48] + ((x) & 0xffffffffffffLL))
     char **bases = task->bases;
     for (; task->at < task->count; task->at++) {
         const step_t *step = task->steps + task->at;
@@ -253,8 +268,12 @@ int64_t offbeat_go_on(task_t *task) {
             case BLEND:
                 blend(step->kind, PLACE(step->out), PLACE(step->a), PLACE(step->b), task->weight, step->count);
                 break;
-            case DIVIDE: divide(step->kind, PLACE(step->out), step->divisor, step->count); break;
+            case DIVIDE: divide(step->kind, PLACE(step->out), step->number, step->count); break;
             case STREAM: stream_copy(PLACE(step->out), PLACE(step->a), step->count); break;
+            case WEIGH:
+                weigh(step, bases);
+                task->at += step->b;
+                break;
             default: spread(step, bases);
         }
     }

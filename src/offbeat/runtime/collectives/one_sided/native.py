@@ -21,17 +21,17 @@ from numpy.typing import NDArray
 
 from offbeat.runtime.collectives.one_sided import signals
 from offbeat.runtime.collectives.one_sided.arena import TURNS, Arena
-from offbeat.runtime.collectives.one_sided.kernels import Array, Ways
+from offbeat.runtime.collectives.one_sided.kernels import Array, Ways, WeightedSum
 
-VERSION = 6
+VERSION = 7
 LIBRARY = Path(__file__).with_name("_native.so")
 LATE, DIFFERENT, UNKNOWN = 1, 2, 3
 """Why an operation returns early: a peer is late, ranks came with different operations, or it was not compiled."""
-_POST, _TAKE, _COPY, _ADD, _SCALE, _BLEND, _DIVIDE, _SPREAD, _STREAM = range(9)
+_POST, _TAKE, _COPY, _ADD, _SCALE, _BLEND, _DIVIDE, _SPREAD, _STREAM, _WEIGH, _TERM = range(11)
 _KINDS = {"float32": 0, "float64": 1, "int32": 2, "int64": 3}
 _BASE = 48
 """Bits of an offset; the number of its base is above them."""
-_STEP = np.dtype([(name, np.int64) for name in ("op", "kind", "out", "a", "b", "count")] + [("divisor", np.float64)])
+_STEP = np.dtype([(name, np.int64) for name in ("op", "kind", "out", "a", "b", "count")] + [("number", np.float64)])
 Steps = NDArray[np.void]
 _SYNC: list[tuple[Any, ...]] = [(_POST, 0, 0, 0, 0, 0, 0.0), (_TAKE, 0, 0, 0, 0, 0, 0.0)]
 Action = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -240,7 +240,13 @@ def compiled(
         elif act == arena.take:
             steps.append((_TAKE, 0, 0, 0, 0, 0, 0.0))
         elif rows[0].size:
-            step = _step(act, [place(row) for row in rows], rows[0], kind, ways)
+            where = [place(row) for row in rows]
+            if isinstance(act, WeightedSum):
+                if ways.plain is None or None in where:
+                    return None
+                steps += _weighted_sum(act, where, rows[0].size, kind)
+                continue
+            step = _step(act, where, rows[0], kind, ways)
             if step is None:
                 return None
             if step[0] == _COPY and step[2] >> _BASE < streams:
@@ -268,6 +274,16 @@ def _step(act: Any, where: Sequence[int | None], row: Array, kind: int, ways: Wa
         return (_SCALE, kind, where[0], where[1], 0, row.size, 0.0)
     op = _ADD if act is ways.combine else _BLEND if act is ways.blend else None
     return None if op is None else (op, kind, where[2], where[0], where[1], row.size, 0.0)
+
+
+def _weighted_sum(act: WeightedSum, where: Sequence[int | None], size: int, kind: int) -> list[tuple[Any, ...]]:
+    """A step for the sum and this rank's term, followed by one for each other term."""
+    out, own, *others = where
+    terms = zip(others, act.weights[1:], strict=True)
+    return [
+        (_WEIGH, kind, out, own, len(others), size, act.weights[0]),
+        *((_TERM, kind, 0, other, 0, size, weight) for other, weight in terms),
+    ]
 
 
 def sync_steps() -> Steps:
