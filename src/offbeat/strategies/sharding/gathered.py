@@ -14,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -189,8 +190,8 @@ class GatheredShards(Shards):
             self._handles += [
                 module.register_forward_pre_hook(self._enter),
                 module.register_forward_hook(self._leave, always_call=True),
-                module.register_state_dict_pre_hook(self._before_state),
-                module.register_state_dict_post_hook(self._after_state),
+                module.register_state_dict_pre_hook(partial(self._before_state)),
+                module.register_state_dict_post_hook(partial(self._after_state)),
             ]
         self._handles += [
             model.register_load_state_dict_pre_hook(self._before_load),
