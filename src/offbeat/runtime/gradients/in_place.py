@@ -9,7 +9,7 @@ way in, and comes back in place. Small ones are packed into one flat buffer.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -73,6 +73,8 @@ class GradientSums(BackwardExchange):
         self._row = torch.zeros(self._header.length, dtype=torch.float64)
         nbytes, by = self._row.nbytes, group.algorithm(Collective.ALL_REDUCE, self._row.nbytes)
         self._header_exchange = Exchanged(what="all_reduce", by=by, nbytes=nbytes, itemsize=self._row.itemsize)
+        self.beforehand: list[Callable[[], None]] = []
+        """Called when backward is over, before gradients are exchanged."""
         self._planned: dict[bytes, tuple[list[SmallGradients], list[list[Parameter]], tuple[Exchanged, ...]]] = {}
         self._handles = [hook(p, self.begin) for p in self.parameters]
 
@@ -93,6 +95,8 @@ class GradientSums(BackwardExchange):
 
     def _finish(self) -> None:
         self.running = False
+        for first in self.beforehand:
+            first()
         if self.parameters:
             entered = time.perf_counter()
             before = self._stopwatch.switch("communicate")

@@ -133,6 +133,7 @@ class SlicedSums(BackwardExchange):
         if self.parameters:
             entered = time.perf_counter()
             before = self._stopwatch.switch("communicate")
+            self._slices.put_aside()
             while self._next < len(self._order):
                 self._start_next()
             with torch.no_grad():
@@ -164,6 +165,7 @@ class SlicedSums(BackwardExchange):
             if users[i] > 0:
                 held += local.nbytes
                 self._slices.take(i, local if factor == 1.0 else local.mul_(factor))
+        self._slices.put_back()
         self._slices.most_bytes = max(self._slices.most_bytes, held)
         if not self._in_memory:
             self._stopwatch.overlapped += max(0.0, entered - (self._started or entered))

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
@@ -106,33 +105,30 @@ class GradientSlices:
         """The most bytes of slices that were held at once."""
         self._aside: dict[int, Tensor] = {}
         self._norms: dict[tuple[float, int], Tensor] = {}
-        self._open = False
         self._handles: list[RemovableHandle] = []
-        for parameter in self.parameters:
+        for i, parameter in enumerate(self.parameters):
             trainable = parameter.requires_grad
             parameter.requires_grad_(True)  # Torch refuses hooks on frozen parameters, but keeps existing ones.
-            self._handles.append(parameter.register_hook(unserializable_hook(partial(self._put_aside))))
+            self._handles.append(parameter.register_hook(unserializable_hook(partial(self._put_aside, i))))
             parameter.requires_grad_(trainable)
 
-    def _put_aside(self, _: Tensor) -> None:
-        """Backward is about to add to a gradient: the first call of a pass counts."""
-        if self._open:
-            return
-        self._open = True
-        Variable._execution_engine.queue_callback(self._end)  # pyright: ignore[reportPrivateUsage]
+    def _put_aside(self, index: int, _: Tensor | None = None) -> None:
+        """Backward is about to add to a gradient."""
+        gradient = self.parameters[index].grad
+        if gradient is None:
+            self._aside.pop(index, None)  # The loop has cleared it.
+        elif isinstance(gradient, SlicedGradient):
+            self._aside[index] = gradient.local.clone()
+            self.parameters[index].grad = None
+
+    def put_aside(self) -> None:
+        """Backward is over: put aside what it has not reached, too."""
         for i, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
-                self._aside.pop(i, None)  # The loop has cleared it.
-            elif isinstance(parameter.grad, SlicedGradient):
-                self._aside[i] = parameter.grad.local.clone()
-                parameter.grad = None
+            if isinstance(parameter.grad, SlicedGradient):
+                self._put_aside(i)
 
-    def _end(self) -> None:
-        self._open = False
-        # The exchange's own callback comes before this one.
-        Variable._execution_engine.queue_callback(self._put_back)  # pyright: ignore[reportPrivateUsage]
-
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
+        """All sums are there: show what no worker has added to."""
         for i in [i for i in self._aside if self.parameters[i].grad is None]:
             self._show(i, self._aside.pop(i))
 
@@ -152,6 +148,7 @@ class GradientSlices:
             gradient, (low, high) = parameter.grad, self.ranges[i]
             if gradient is not None and not isinstance(gradient, SlicedGradient):
                 self.take(i, gradient.detach().reshape(-1)[low:high])
+        self.put_back()
 
     def of(self, index: int) -> Tensor | None:
         """This worker's slice of a parameter's gradient; None if there is none, or the slice is empty."""

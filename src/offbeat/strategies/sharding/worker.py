@@ -63,6 +63,7 @@ class ShardedAllReduceWorker(AllReduceWorker):
         slices = GradientSlices(sliceable, units, lane)
         if lane.shares_memory and self.settings.shard == "optimizer":
             sums = GradientSums(sliceable, lane, self.stopwatch, own_blocks=True)
+            sums.beforehand.append(slices.put_aside)
             sums.afterwards.append(slices.slice_whole)
         else:
             sums = SlicedSums(slices, units, lane, self.stopwatch)
