@@ -202,7 +202,9 @@ class GatheredShards(Shards):
         self._depth += 1
         if self._depth == 1:
             self._context.enter_context(_Uses(self))
-            self._context.enter_context(saved_tensors_hooks(self._keep, self._get))
+            # While backward recomputes a checkpointed part, torch's own hooks see what is saved.
+            if torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+                self._context.enter_context(saved_tensors_hooks(self._keep, self._get))
 
     def _leave(self, *_: Any) -> None:
         self._depth -= 1

@@ -49,10 +49,11 @@ class ShardedAllReduceWorker(AllReduceWorker):
 
     def install(self, model: nn.Module) -> None:
         """Sum and slice gradients; divide the parameters, if they are sharded."""
-        count = len(self._shards)
         super().install(model)
-        for shards in self._shards[count:]:
-            shards.adopt(model)
+        theirs = set(model.parameters())
+        for shards in self._shards:
+            if not theirs.isdisjoint(shards.parameters):
+                shards.adopt(model)
 
     def _summed(self, dense: Sequence[Parameter], lane: DirectGroup) -> GradientBuckets | GradientSums | SlicedSums:
         # Complex parameters stay whole, on every worker: optimizers treat both halves of a number together.
@@ -89,13 +90,18 @@ class ShardedAllReduceWorker(AllReduceWorker):
         return structs.replace(step, exchanges=(*step.exchanges, *slices), behind=len(slices))
 
     @contextmanager
-    def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
-        """Inside, parameters are whole, and buffers averaged."""
+    def whole(self) -> Generator[None]:
+        """Inside, every worker has all parameters, which it may change. Collective where they are gathered."""
         with ExitStack() as stack:
             for shards in self._shards:
                 stack.enter_context(shards.whole())
-            with super().averaged(models):
-                yield
+            yield
+
+    @contextmanager
+    def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
+        """Inside, parameters are whole, and buffers averaged."""
+        with self.whole(), super().averaged(models):
+            yield
 
     # -- optimizers --------------------------------------------------------------------------------------------------
 

@@ -108,6 +108,11 @@ class Exchange(WorkerSide, ABC):
         """While held, backward leaves gradients local."""
 
     @contextmanager
+    def whole(self) -> Generator[None]:
+        """Inside, every worker has all parameters, which it may change. Collective, unless they always do."""
+        yield
+
+    @contextmanager
     def averaged(self, models: Sequence[nn.Module]) -> Generator[None]:
         """Inside, what differs between replicas is averaged, so that all workers hold the same model."""
         with averaged_buffers(models, self.group):
@@ -264,8 +269,9 @@ def adopt(exchange: Exchange, model: nn.Module) -> None:
     """Let an exchange take part in training this model: start from worker 0's state, then install its hooks."""
     if exchange.starts_alike and exchange.group.size > 1:
         # Every worker gets worker 0's parameters and buffers, with one broadcast for each dtype.
-        flat = Rows([*model.parameters(), *model.buffers()], every_kind=True)
-        flat.write([exchange.group.share(row, "the sharing of worker 0's model") for row in flat.read()])
+        with exchange.whole():  # Some of its parameters may be another model's, too.
+            flat = Rows([*model.parameters(), *model.buffers()], every_kind=True)
+            flat.write([exchange.group.share(row, "the sharing of worker 0's model") for row in flat.read()])
     if exchange.group.size > 1 or not exchange.starts_alike:
         exchange.install(model)
 
