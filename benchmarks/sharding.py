@@ -21,11 +21,11 @@ from typing import Any, cast
 
 import numpy as np
 import torch.distributed as dist
-import training
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
+import training
 from offbeat.bench import environment, holds, ratio
 from offbeat.runtime.launch import Control, Launcher
 
@@ -113,7 +113,13 @@ def main() -> None:
                 print(f"  {'holds ' if bar['holds'] else 'MISSED'} {bar['bar']}: {spread}, bar {bar['at most']}")
     bars = [bar | {"bar": f"{name}, {bar['bar']}"} for name, result in results.items() for bar in result["bars"]]
     everything = all(bar["holds"] for bar in bars)
-    stored = {"benchmark": "sharding", "holds": everything, "environment": environment(), "bars": bars, "results": results}
+    stored = {
+        "benchmark": "sharding",
+        "holds": everything,
+        "environment": environment(),
+        "bars": bars,
+        "results": results,
+    }
     options.out.parent.mkdir(exist_ok=True)
     options.out.write_text(json.dumps(stored, indent=2) + "\n")
     if not everything:

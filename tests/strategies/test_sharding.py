@@ -12,20 +12,27 @@ from safetensors.torch import load_file
 from sharding_tasks import Deep
 
 import offbeat
-from offbeat.errors import WorkerError
-from offbeat.runtime.gradients.slices import units_of
+from offbeat.errors import OffbeatError
 from offbeat.runtime.gradients.sliced_gradient import joined_norms, partial_norm
+from offbeat.runtime.gradients.slices import units_of
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
-from offbeat.strategies import parse
 from offbeat.runtime.run.folder import MODEL_FILE
+from offbeat.strategies import parse
 from offbeat.testing import Check, bench, checks_for
 
 EXACT = ("mlp", "mlp_double", "mlp_half", "text", "text_double", "text_half")
 CASES = (*EXACT, "cnn", "foreign")
 TOLERANCES = {"_double": 1e-10, "_half": 5e-3}
 """By the end of a case's name. Sums of half-precision products depend on how batches are divided."""
-WAYS = (("zero1", 2, False), ("zero2", 3, False), ("zero1", 2, True), ("zero2", 2, True), ("zero3", 2, True), ("zero3", 3, True))
+WAYS = (
+    ("zero1", 2, False),
+    ("zero2", 3, False),
+    ("zero1", 2, True),
+    ("zero2", 2, True),
+    ("zero3", 2, True),
+    ("zero3", 3, True),
+)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +122,11 @@ def test_a_sliced_gradient_reads_as_the_whole_and_refuses_what_only_the_whole_co
         assert facts["mean"] == pytest.approx(float(expected.abs().mean()), rel=1e-5)
         norms = [float(expected.norm(p)) for p in (1, 2, 3, float("inf"))]
         assert facts["norms"] == pytest.approx(norms, rel=1e-5)
-        assert [("view" in text, "clone()" in text) for text in facts["refused"]] == [(True, True), (False, False), (False, False)]
+        assert [("view" in text, "clone()" in text) for text in facts["refused"]] == [
+            (True, True),
+            (False, False),
+            (False, False),
+        ]
         # Assigned whole, it is applied as it is.
         torch.testing.assert_close(outcome["state"]["model.0.weight"], facts["expected weight"])
 
@@ -153,10 +164,12 @@ def test_a_run_resumes_whatever_is_sharded(networks: None, launcher: Launcher, t
     if apart:
         options["hosts"] = Hosts.alike(2)
     expected = load_file(offbeat.fit(Deep(), "zero3", steps=12, out=tmp_path / "a", **options).run / MODEL_FILE)
-    run, ways = None, ("zero3", "allreduce", "zero2", "zero1", "zero3", "zero1")
+    run: Path | None = None
+    ways = ("zero3", "allreduce", "zero2", "zero1", "zero3", "zero1")
     for number, strategy in enumerate(ways, 1):
-        resumed = {"resume": run} if run else {"out": tmp_path / "b"}
+        resumed: dict[str, Any] = {"resume": run} if run else {"out": tmp_path / "b"}
         run = offbeat.fit(Deep(), strategy, steps=2 * number, **options, **resumed).run
+    assert run is not None
     same(expected, load_file(run / MODEL_FILE))
 
 
@@ -179,5 +192,5 @@ def test_workers_that_take_different_ways_through_the_model_are_told(
     networks: None, launcher: Launcher, tmp_path: Path
 ) -> None:
     goal: dict[str, Any] = {"strategy": "zero3", "workers": 2, "hosts": Hosts.alike(2), "timeout": 8.0}
-    with pytest.raises(WorkerError, match="gathering of parameters for their use|different ways"):
+    with pytest.raises(OffbeatError, match=r"gathering of parameters for their use|different ways"):
         run_script(launcher, tmp_path, "sharding.py", tmp_path, "apart", **goal)

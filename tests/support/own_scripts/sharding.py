@@ -20,7 +20,9 @@ Facts = dict[str, Any]
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(24, 512), nn.ReLU(), nn.Linear(512, 600), nn.ReLU(), nn.Linear(600, 500), nn.Linear(500, 5))
+    return nn.Sequential(
+        nn.Linear(24, 512), nn.ReLU(), nn.Linear(512, 600), nn.ReLU(), nn.Linear(600, 500), nn.Linear(500, 5)
+    )
 
 
 class Residual(nn.Module):
@@ -68,7 +70,7 @@ def sgd(model: nn.Module) -> Optimizer:
 
 
 def adamw(model: nn.Module) -> Optimizer:
-    return AdamW(model.parameters(), lr=1e-3)
+    return AdamW(model.parameters(), lr=1e-3, eps=1e-3)  # Less would magnify rounding.
 
 
 def train(
@@ -123,7 +125,8 @@ def foreign(team: offbeat.Team, facts: Facts) -> Mapping[str, nn.Module]:
     facts["mean"] = float(weight.grad.abs().mean())
     facts["norms"] = [float(weight.grad.norm(p)) for p in (1, 2, 3, float("inf"))]
     facts["refused"] = []
-    for change in (lambda g: g.view(-1), lambda g: g.sort(out=(g, g)), lambda g: g.index_fill_(0, torch.tensor([0]), 1.0)):
+    rows = torch.tensor([0])
+    for change in (lambda g: g.view(-1), lambda g: g.cumsum_(0), lambda g: g.index_fill_(0, rows, 1.0)):
         try:
             change(weight.grad)
         except offbeat.errors.UsageError as error:

@@ -21,8 +21,28 @@ if TYPE_CHECKING:
     from offbeat.runtime.gradients.slices import GradientSlices
 
 _ELEMENT_WISE = frozenset(
-    ["mul_", "div_", "add_", "sub_", "neg_", "abs_", "sign_", "sqrt_", "pow_", "zero_", "fill_", "copy_", "clamp_"]
-    + ["clamp_min_", "clamp_max_", "nan_to_num_", "tanh_", "addcmul_", "addcdiv_", "lerp_"]
+    [
+        "mul_",
+        "div_",
+        "add_",
+        "sub_",
+        "neg_",
+        "abs_",
+        "sign_",
+        "sqrt_",
+        "pow_",
+        "zero_",
+        "fill_",
+        "copy_",
+        "clamp_",
+        "clamp_min_",
+        "clamp_max_",
+        "nan_to_num_",
+        "tanh_",
+        "addcmul_",
+        "addcdiv_",
+        "lerp_",
+    ]
 )
 """Changes in place that treat every number by itself."""
 _ELEMENT_WISE_LISTS = frozenset(f"_foreach_{name}" for name in _ELEMENT_WISE)
@@ -134,7 +154,7 @@ def _whole(value: Any) -> Any:
 
 
 def partial_norm(local: Tensor, order: float) -> float:
-    """This worker's part of a norm: what `joined_norms` joins."""
+    """One worker's part of a norm: what `joined_norms` joins."""
     if not local.numel():
         return float("inf") if order == float("-inf") else 0.0
     wide = local if local.dtype in (torch.float32, torch.float64) else local.float()

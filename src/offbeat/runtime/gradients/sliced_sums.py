@@ -51,9 +51,7 @@ class _Way(Protocol):
 class SlicedSums(BackwardExchange):
     """The gradients of one model, each replaced by this worker's slice of their weighted mean over the workers."""
 
-    def __init__(
-        self, slices: GradientSlices, units: Sequence[Unit], group: DirectGroup, stopwatch: Stopwatch
-    ) -> None:
+    def __init__(self, slices: GradientSlices, units: Sequence[Unit], group: DirectGroup, stopwatch: Stopwatch) -> None:
         super().__init__(slices.parameters, group, stopwatch)
         self._group, self._slices, self._units = group, slices, units
         self.order: Callable[[], int] = lambda: 0

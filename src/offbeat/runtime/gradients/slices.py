@@ -151,7 +151,7 @@ class GradientSlices:
         self.put_back()
 
     def of(self, index: int) -> Tensor | None:
-        """This worker's slice of a parameter's gradient; None if there is none, or the slice is empty."""
+        """The slice here of a parameter's gradient; None if there is no gradient, or the slice is empty."""
         gradient, (low, high) = self.parameters[index].grad, self.ranges[index]
         if gradient is None or low == high:
             return None
@@ -159,8 +159,8 @@ class GradientSlices:
             return gradient.local
         if gradient.is_sparse:
             raise RunError(
-                f"the gradient of a parameter of shape {tuple(gradient.shape)} is sparse, and only slices of dense ones "
-                f"can be applied. Use a module with sparse=True, or dense gradients."
+                f"the gradient of a parameter of shape {tuple(gradient.shape)} is sparse, and only slices of dense "
+                f"ones can be applied. Use a module with sparse=True, or dense gradients."
             )
         return gradient.detach().reshape(-1)[low:high]  # The loop has computed it.
 

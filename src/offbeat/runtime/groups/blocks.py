@@ -25,7 +25,7 @@ class Blocks:
         self._group, self._compiled = group, programs()
 
     def own(self, row: Tensor) -> Tensor:
-        """This worker's block of a row."""
+        """The block of a row that is this worker's."""
         block = row.numel() // self._group.size
         return row[self._group.rank * block : (self._group.rank + 1) * block]
 

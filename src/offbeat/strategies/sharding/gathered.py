@@ -35,7 +35,9 @@ from offbeat.strategies.sharding.shards import Shards, row_of, show
 _WHAT = "the gathering of parameters for their use (every worker must run the model, or save it, equally often)"
 _VALUES = frozenset(["data", "T", "mT", "H", "mH", "real", "imag"])
 """Attributes of a parameter that have its values; others do not need them."""
-_METADATA = frozenset(["size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size", "register_hook"])
+_METADATA = frozenset(
+    ["size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size", "register_hook"]
+)
 
 
 class _Use(NamedTuple):
@@ -74,8 +76,7 @@ class GatheredShards(Shards):
                 low, high = gradients.ranges[i]
                 self.slices[i] = own[at : at + high - low]
                 at += high - low
-        # They have the shape and memory of one number.
-        self._released = [torch.full((), torch.nan, dtype=p.dtype, device=p.device).expand(p.shape) for p in self.parameters]  # fmt: skip
+        self._released = [_without_memory(p) for p in self.parameters]
         self._rows: dict[int, Tensor] = {}
         self._pending: dict[int, tuple[Tensor, ExchangeWait]] = {}
         self._by_storage: dict[int, int] = {}
@@ -106,14 +107,13 @@ class GatheredShards(Shards):
             return
         # Tensors made in inference mode could not become parameters again.
         with torch.inference_mode(False), torch.no_grad():
+            following = self._next_of.get(self._used) if self._used is not None else None
+            for n in [n for n in (*self._rows, *self._pending) if n not in wanted and n != following]:
+                if n in self._pending:
+                    self._land(n)
+                self._release(n)
             for n in wanted:
                 self._land(n)
-            following = self._next_of.get(self._used) if self._used is not None else None
-            for n in [n for n in self._rows if n not in wanted and n != following]:
-                self._release(n)
-            for n in [n for n in self._pending if n != following]:
-                self._land(n)
-                self._release(n)
             if following is not None and following not in self._rows:
                 self._start(following)
 
@@ -125,8 +125,9 @@ class GatheredShards(Shards):
         self._blocks.own(row).copy_(own)
         self.order = zlib.crc32(n.to_bytes(4, "little"), self.order)
         self._pending[n] = row, self._blocks.start_gather(row, _WHAT)
-        held = [*self._rows.values(), *(waiting for waiting, _ in self._pending.values())]
-        self._most = max(self._most, sum(row.nbytes for row in held))
+        if not self._whole:
+            held = [*self._rows.values(), *(waiting for waiting, _ in self._pending.values())]
+            self._most = max(self._most, sum(row.nbytes for row in held))
 
     def _land(self, n: int) -> None:
         if n in self._rows:
@@ -294,6 +295,11 @@ class _Uses(TorchFunctionMode):
         if not _reads_no_values(func):
             self._shards.use_of((*args, *keywords.values()))
         return func(*args, **keywords)
+
+
+def _without_memory(parameter: Parameter) -> Tensor:
+    """A tensor of the parameter's shape in which every element is the same NaN."""
+    return torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 def _reads_no_values(func: Callable[..., Any]) -> bool:

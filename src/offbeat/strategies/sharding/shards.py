@@ -37,6 +37,7 @@ class Shards(ABC):
 
     def adopt(self, model: nn.Module) -> None:
         """Install hooks on the model, if any are needed."""
+        del model
 
     def owned(self) -> list[list[Range]]:
         """Every rank's range of each parameter."""
@@ -72,6 +73,7 @@ class Shards(ABC):
 
     def close(self, whole: bool) -> None:
         """Give every worker a private copy of the parameters, if it has them `whole`."""
+        del whole
         self.gradients.close()
 
 
@@ -88,7 +90,7 @@ class SharedShards(Shards):
 
     @property
     def parameter_bytes(self) -> int:
-        """This worker's share."""
+        """An equal share for every worker."""
         return sum(p.nbytes for p in self.parameters) // self._group.size
 
     def close(self, whole: bool) -> None:

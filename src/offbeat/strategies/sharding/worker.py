@@ -29,7 +29,7 @@ from offbeat.simulate.predicted_step import Step
 from offbeat.strategies.allreduce import AllReduce, AllReduceWorker
 from offbeat.strategies.sharding.gathered import GatheredShards
 from offbeat.strategies.sharding.optimizer_state import gathered, sliced
-from offbeat.strategies.sharding.shards import CopiedShards, SharedShards, Shards
+from offbeat.strategies.sharding.shards import CopiedShards, Shards, SharedShards
 from offbeat.strategies.worker.exchange import refuse_closure
 from offbeat.strategies.worker.flat_rows import parameters_of
 
