@@ -149,6 +149,8 @@ class AllReduce(Exchanging):
         by = names.get(self.algorithm, self.algorithm.value)
         # Workers of one host sum gradients in place, when all are there; others bucket by bucket.
         in_memory = self.algorithm is SumAlgorithm.NATIVE and len(set(view.hosts.tolist())) == 1
+        if self.shard != "nothing" and not (forms or models or in_memory):
+            return step_cost.planned_shards(nbytes, view, self.shard == "parameters")
         if forms:
             exchanges = step_cost.planned_messages(forms, nbytes, view)
         elif models:
@@ -156,11 +158,12 @@ class AllReduce(Exchanging):
         elif in_memory:
             gradients = [GradientShape("float32", nbytes // 4, 4)]
             exchanges = sums_in_memory(
-                gradients, partial(step_cost.planned_by, view), self.shard == "optimizer"
+                gradients, partial(step_cost.planned_by, view), self.shard != "nothing"
             ).exchanges
         else:
             exchanges = [step_cost.planned_sum(nbytes, view, by)]
-        behind = step_cost.planned_slices(nbytes, view) if self.shard == "optimizer" else []
+        # Updated slices are in the memory of all workers: a barrier says that they are there.
+        behind = [step_cost.planned_sum(4, view)] if self.shard != "nothing" and in_memory and not models else []
         overlapped, hosts = not (forms or models or in_memory), tuple(view.hosts.tolist())
         return Step(hosts=hosts, exchanges=(*exchanges, *behind), beside=overlapped, behind=len(behind))
 

@@ -21,28 +21,11 @@ if TYPE_CHECKING:
     from offbeat.runtime.gradients.slices import GradientSlices
 
 _ELEMENT_WISE = frozenset(
-    [
-        "mul_",
-        "div_",
-        "add_",
-        "sub_",
-        "neg_",
-        "abs_",
-        "sign_",
-        "sqrt_",
-        "pow_",
-        "zero_",
-        "fill_",
-        "copy_",
-        "clamp_",
-        "clamp_min_",
-        "clamp_max_",
-        "nan_to_num_",
-        "tanh_",
-        "addcmul_",
-        "addcdiv_",
-        "lerp_",
-    ]
+    f"{name}_"
+    for name in (
+        *("mul", "div", "add", "sub", "neg", "abs", "sign", "sqrt", "pow", "tanh", "addcmul", "addcdiv", "lerp"),
+        *("zero", "fill", "copy", "clamp", "clamp_min", "clamp_max", "nan_to_num"),
+    )
 )
 """Changes in place that treat every number by itself."""
 _ELEMENT_WISE_LISTS = frozenset(f"_foreach_{name}" for name in _ELEMENT_WISE)
@@ -58,7 +41,9 @@ class SlicedGradient(Tensor):
     book: GradientSlices
 
     @staticmethod
-    def __new__(cls, local: Tensor, low: int, shape: torch.Size, book: GradientSlices) -> SlicedGradient:
+    def __new__(
+        cls: type[SlicedGradient], local: Tensor, low: int, shape: torch.Size, book: GradientSlices
+    ) -> SlicedGradient:
         """A tensor without memory of its own."""
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         made.local, made.low, made.book = local, low, book
@@ -68,7 +53,7 @@ class SlicedGradient(Tensor):
         stop = self.low + self.local.numel()
         return f"SlicedGradient(shape={tuple(self.shape)}, elements {self.low} to {stop} on this worker: {self.local})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage, reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 from torch import Tensor
@@ -45,7 +44,12 @@ class Blocks:
             if isinstance(process_group, OffbeatGroup):
                 schedule, layout = algorithm(Collective(collective), BY).schedule, Layout(row.numel(), row.itemsize)
                 program = self._compiled(schedule, group.view, layout, group.rank)
-                wait.work = process_group.later(partial(run, program, row, process_group.messages), what, [row])
+                messages = process_group.messages
+
+                def act() -> None:
+                    run(program, row, messages)
+
+                wait.work = process_group.later(act, what, [row])
             elif collective == "all_gather":
                 wait.work = process_group._allgather_base(row, own)
             else:

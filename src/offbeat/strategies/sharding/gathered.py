@@ -217,7 +217,7 @@ class GatheredShards(Shards):
         n = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if n is None or self._whole or tensor.dtype != self._own[n].dtype:
             return tensor
-        return _Kept(n, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Kept(n, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _get(self, kept: Tensor | _Kept) -> Tensor:
         if isinstance(kept, Tensor):
