@@ -2,7 +2,7 @@
 
 Workers that share memory hold the parameters there once for all of them: a slice that its owner has updated is visible
 to everyone, and nothing needs to be gathered. Elsewhere each worker has a copy, and slices are gathered after each
-step; or, with `shard=parameters`, when they are used (`gathered`).
+step; or, with `shard=parameters`, when they are used (`parameter_shards`).
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 5.
 """

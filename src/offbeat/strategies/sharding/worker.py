@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from offbeat.errors import StrategyError
+from offbeat.errors import NonFiniteError, StrategyError
 from offbeat.runtime.gradients.buckets import GradientBuckets
 from offbeat.runtime.gradients.in_place import GradientSums
 from offbeat.runtime.gradients.optimizers import ELEMENT_WISE, why_not
@@ -27,8 +27,8 @@ from offbeat.runtime.groups.group import DirectGroup, Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.simulate.predicted_step import Step
 from offbeat.strategies.allreduce import AllReduce, AllReduceWorker
-from offbeat.strategies.sharding.gathered import GatheredShards
 from offbeat.strategies.sharding.optimizer_state import gathered, sliced
+from offbeat.strategies.sharding.parameter_shards import GatheredShards
 from offbeat.strategies.sharding.shards import CopiedShards, Shards, SharedShards
 from offbeat.strategies.worker.exchange import refuse_closure
 from offbeat.strategies.worker.flat_rows import parameters_of
@@ -127,14 +127,18 @@ class ShardedAllReduceWorker(AllReduceWorker):
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refuse_closure(f"shard={self.settings.shard}", args, kwargs, "allreduce alone")
-        for shards in self._shards:
+        for shards in self._updated_by(optimizer):
             shards.hand_gradients()
         self._show(True, optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._show(False, optimizer)
-        for shards in self._shards:
+        for shards in self._updated_by(optimizer):
             shards.publish()
+
+    def _updated_by(self, optimizer: Optimizer) -> list[Shards]:
+        theirs = set(parameters_of(optimizer))
+        return [shards for shards in self._shards if not theirs.isdisjoint(shards.parameters)]
 
     def _show(self, slices: bool, optimizer: Optimizer, *_: Any) -> None:
         """Let an optimizer see slices in place of parameters, or parameters again."""
@@ -174,6 +178,16 @@ class ShardedAllReduceWorker(AllReduceWorker):
             elif (place := owned[number][rank])[0] < place[1]:
                 mine[number] = sliced(entry, parameters[number], place)
         return state | {"state": mine}
+
+    def explained(self, error: BaseException | None) -> Exception | None:
+        """What may have caused a loss that is not finite."""
+        if not isinstance(error, NonFiniteError) or not any(isinstance(s, GatheredShards) for s in self._shards):
+            return None
+        return NonFiniteError(
+            f"{error} If the loop reads parameters outside the model's forward, as a penalty on weights does: under "
+            f"shard=parameters they are on other hosts then, and read as NaN. Compute it in a module's forward, or use "
+            f"shard=gradients."
+        )
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
