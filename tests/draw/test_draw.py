@@ -169,7 +169,8 @@ def test_parameters_are_gathered_in_forward_and_in_backward() -> None:
 @pytest.mark.parametrize(
     "text",
     ["allreduce", "allreduce(ring)", "allreduce(gloo)", "zero1", "zero3", "local(2)", "gossip",
-     "gossip(exponential) + local(2)", "allreduce + topk(0.05)", "allreduce + half", "allreduce + lowrank(2)", "gossip + quantize(8)"],
+     "gossip(exponential) + local(2)", "allreduce + topk(0.05)", "allreduce + half", "allreduce + lowrank(2)",
+     "gossip + quantize(8)"],
 )  # fmt: skip
 def test_what_is_planned_is_what_runs(text: str, launcher: Launcher, tmp_path: Path) -> None:
     result = fit(Layer(), text, workers=2, steps=4, seed=1, out=tmp_path, launcher=launcher)
