@@ -22,11 +22,13 @@ from offbeat.strategies import parse
 from offbeat.testing import Check, bench, checks_for
 
 EXACT = ("mlp", "mlp_double", "mlp_half", "text", "text_double", "text_half")
-CASES = (*EXACT, "cnn", "foreign")
+DOUBLE = tuple(case for case in EXACT if case.endswith("_double"))
+SINGLE = tuple(case for case in EXACT if not case.endswith("_double"))
 TOLERANCES = {"_double": 1e-10, "_half": 5e-3}
 """By the end of a case's name. Sums of half-precision products depend on how batches are divided."""
 WAYS = (
     ("zero1", 2, False),
+    ("zero2", 2, False),
     ("zero2", 3, False),
     ("zero1", 2, True),
     ("zero2", 2, True),
@@ -37,7 +39,12 @@ WAYS = (
 
 @pytest.fixture(scope="module")
 def matrix(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(launcher, tmp_path_factory.mktemp("sharding"), "sharding.py", CASES)
+    return Matrix(launcher, tmp_path_factory.mktemp("sharding"), "sharding.py", DOUBLE)
+
+
+@pytest.fixture(scope="module")
+def others(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(launcher, tmp_path_factory.mktemp("others"), "sharding.py", SINGLE)
 
 
 # -- without processes -----------------------------------------------------------------------------------------------
@@ -90,11 +97,12 @@ def test_what_needs_whole_gradients_or_parameters_is_refused(text: str, words: s
 @pytest.mark.parametrize(("strategy", "workers", "apart"), WAYS)
 @pytest.mark.parametrize("case", EXACT)
 def test_twenty_clipped_steps_equal_one_process(
-    matrix: Matrix, networks: None, case: str, strategy: str, workers: int, apart: bool
+    matrix: Matrix, others: Matrix, networks: None, case: str, strategy: str, workers: int, apart: bool
 ) -> None:
+    runs = matrix if case in DOUBLE else others
     tolerance = next((known for end, known in TOLERANCES.items() if case.endswith(end)), 1e-5)
-    [expected] = matrix.outcome(case, "single", 1)
-    outcomes = matrix.outcome(case, strategy, workers, apart=apart)
+    [expected] = runs.outcome(case, "single", 1)
+    outcomes = runs.outcome(case, strategy, workers, apart=apart)
     for outcome in outcomes:
         same(expected["state"], outcome["state"], tolerance)
         same(outcomes[0]["state"], outcome["state"], 0)
@@ -104,18 +112,18 @@ def test_twenty_clipped_steps_equal_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "apart"), [("zero2", False), ("zero3", True)])
-def test_batch_norm_learns_as_without_shards(matrix: Matrix, networks: None, strategy: str, apart: bool) -> None:
-    expected = matrix.outcome("cnn", "allreduce", 2)
-    for mine, theirs in zip(matrix.outcome("cnn", strategy, 2, apart=apart), expected, strict=True):
+def test_batch_norm_learns_as_without_shards(others: Matrix, networks: None, strategy: str, apart: bool) -> None:
+    expected = others.outcome("cnn", "allreduce", 2, ("cnn",))
+    for mine, theirs in zip(others.outcome("cnn", strategy, 2, ("cnn",), apart=apart), expected, strict=True):
         same(theirs["state"], mine["state"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "apart"), [("zero1", False), ("zero2", False), ("zero3", True)])
 def test_a_sliced_gradient_reads_as_the_whole_and_refuses_what_only_the_whole_could_do(
-    matrix: Matrix, networks: None, strategy: str, apart: bool
+    others: Matrix, networks: None, strategy: str, apart: bool
 ) -> None:
-    for outcome in matrix.outcome("foreign", strategy, 2, apart=apart):
+    for outcome in others.outcome("foreign", strategy, 2, ("foreign",), apart=apart):
         facts = outcome["facts"]
         expected = facts["expected"]
         torch.testing.assert_close(facts["whole"], expected)
@@ -136,7 +144,7 @@ def test_a_sliced_gradient_reads_as_the_whole_and_refuses_what_only_the_whole_co
 
 @pytest.mark.slow
 def test_between_layers_a_worker_on_its_own_host_holds_its_slices(matrix: Matrix, networks: None) -> None:
-    for outcome in matrix.outcome("text", "zero3", 2, apart=True):
+    for outcome in matrix.outcome("text_double", "zero3", 2, apart=True):
         assert outcome["facts"]["held"] < 0.01 * outcome["facts"]["all"], "released parameters have memory"
 
 
