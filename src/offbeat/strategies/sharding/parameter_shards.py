@@ -173,11 +173,13 @@ class GatheredShards(Shards):
         """Its slices, and the most that was gathered at once during steps."""
         return sum(own.nbytes for own in self._rows.own) + self._rows.most_bytes
 
-    def close(self, whole: bool) -> None:
-        """Leave the parameters whole, if all workers close together."""
-        super().close(whole)
-        if whole:
-            self._rows.gather_all()
+    def conclude(self) -> None:
+        """Leave the parameters whole. Collective."""
+        self._rows.gather_all()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        super().close()
         for handle in self._handles:
             handle.remove()
 

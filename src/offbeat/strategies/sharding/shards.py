@@ -71,9 +71,11 @@ class Shards(ABC):
     def parameter_bytes(self) -> int:
         """The most bytes of parameters that this worker has held at once; its share of those in shared memory."""
 
-    def close(self, whole: bool) -> None:
-        """Give every worker a private copy of the parameters, if it has them `whole`."""
-        del whole
+    def conclude(self) -> None:  # noqa: B027 - most have nothing to do
+        """Training is over: let every worker have whole parameters, for good. Collective, unless it always has."""
+
+    def close(self) -> None:
+        """Remove hooks, and leave parameters in memory of this worker's own."""
         self.gradients.close()
 
 
@@ -93,9 +95,9 @@ class SharedShards(Shards):
         """An equal share for every worker."""
         return sum(p.nbytes for p in self.parameters) // self._group.size
 
-    def close(self, whole: bool) -> None:
+    def close(self) -> None:
         """Give every worker a private copy."""
-        super().close(whole)
+        super().close()
         for parameter in self.parameters:
             parameter.data = parameter.data.clone()
 

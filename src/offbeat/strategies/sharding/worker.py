@@ -45,7 +45,6 @@ class ShardedAllReduceWorker(AllReduceWorker):
         super().__init__(group, stopwatch, settings)
         self._shards: list[Shards] = []
         self._optimizers: list[Optimizer] = []
-        self._concluded = False
 
     def install(self, model: nn.Module) -> None:
         """Sum and slice gradients; divide the parameters, if they are sharded."""
@@ -200,7 +199,8 @@ class ShardedAllReduceWorker(AllReduceWorker):
             sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor)),
         ]
         counts = self.group.gather([float(count) for count in held], "the count of memory")
-        self._concluded = True
+        for shards in self._shards:
+            shards.conclude()
         names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
         return {name: [int(count) for count in counts[:, i]] for i, name in enumerate(names)}
 
@@ -208,4 +208,4 @@ class ShardedAllReduceWorker(AllReduceWorker):
         """Remove the hooks, and give every worker a private copy of the parameters."""
         super().close()
         for shards in self._shards:
-            shards.close(self._concluded)
+            shards.close()
