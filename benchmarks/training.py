@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -151,7 +152,10 @@ def team(name: str, work: Work, model: nn.Module, optimizer: Optimizer) -> Gener
     group.close()
 
 
-def worker(config: Mapping[str, Any], control: Control) -> None:
+Join = Callable[[str, Work, nn.Module, Optimizer], AbstractContextManager[tuple[nn.Module, Step]]]
+
+
+def worker(config: Mapping[str, Any], control: Control, join: Join = team) -> None:
     """One of the two processes of a variant: it trains when it is its variant's turn, and sleeps otherwise."""
     name, work, rank = config["variant"], WORKS[config["work"]], where().rank
     torch.manual_seed(0)
@@ -159,7 +163,7 @@ def worker(config: Mapping[str, Any], control: Control) -> None:
     optimizer = work.optimizer(model.parameters())
     inputs, target = work.draw(work.batch, torch.Generator().manual_seed(rank))
     turns = dist.TCPStore("127.0.0.1", config["turns"], is_master=False, timeout=timedelta(seconds=900))
-    with team(name, work, model, optimizer) as (called, meet):
+    with join(name, work, model, optimizer) as (called, meet):
 
         def step() -> None:
             optimizer.zero_grad()
@@ -168,8 +172,10 @@ def worker(config: Mapping[str, Any], control: Control) -> None:
 
         for _ in range(3):
             step()
+        # A sharded parameter of torch's is gathered, which takes all workers.
+        values = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
         if rank == 0:
-            trained = {str(i): p.detach().clone() for i, p in enumerate(model.parameters())}
+            trained = {str(i): p.detach().clone() for i, p in enumerate(values)}
             save_file(trained, Path(config["folder"]) / f"{config['number']}.safetensors")
         control.send({"ready": name})
         for block, turn in enumerate(config["own turns"], -WARM_UP):
@@ -198,7 +204,9 @@ def compared(folder: Path, count: int, work: Work) -> float:
     return apart / moved
 
 
-def measured(name: str, variants: Sequence[str], blocks: int, launcher: Launcher) -> dict[str, Any]:
+def measured(
+    name: str, variants: Sequence[str], blocks: int, launcher: Launcher, entry: str = f"{Path(__file__).stem}:worker"
+) -> tuple[dict[str, list[float]], float]:
     """Block times of every variant, and how far apart their parameters were."""
     times: dict[str, dict[int, float]] = {variant: {} for variant in variants}
     ready: list[str] = []
@@ -222,7 +230,7 @@ def measured(name: str, variants: Sequence[str], blocks: int, launcher: Launcher
         stores = [serve_store() for _ in variants]
         roles = [
             Role(
-                "worker", 2 * number + rank, f"{Path(__file__).stem}:worker",
+                "worker", 2 * number + rank, entry,
                 {
                     "work": name, "variant": variant, "number": number, "folder": folder, "turns": turns.port,
                     "own turns": [r * count + (number - r) % count for r in rounds],
@@ -233,8 +241,7 @@ def measured(name: str, variants: Sequence[str], blocks: int, launcher: Launcher
             for rank in range(2)
         ]  # fmt: skip
         launcher.run(roles, on_message=heard)
-    by_block = {variant: [known[block] for block in range(blocks)] for variant, known in times.items()}
-    return judged(WORKS[name], by_block, max(apart))
+    return {variant: [known[block] for block in range(blocks)] for variant, known in times.items()}, max(apart)
 
 
 def judged(work: Work, times: Mapping[str, Sequence[float]], apart: float) -> dict[str, Any]:
@@ -290,7 +297,8 @@ def main() -> None:
     with Launcher() as launcher:
         for name in WORKS:
             if options.only in name:
-                results[name] = measured(name, [DDP, *options.variants, AGAIN], options.blocks, launcher)
+                times, apart = measured(name, [DDP, *options.variants, AGAIN], options.blocks, launcher)
+                results[name] = judged(WORKS[name], times, apart)
                 print(in_words(name, results[name]), flush=True)
     everything = all(entry["holds"] for found in results.values() for entry in found["over ddp"].values())
     stored = {

@@ -16,6 +16,10 @@ _PATTERNS = (
     r"chaos/torchs_own\.py::.*-all\]",
     r"test_contracts\.py::.*\[(coded-4|elastic\(period=2,asynchronous=False\)-3)-(?!exact|uneven)",
     r"test_contracts\.py::.*\[(ddp-2|single-1)-(?!exact|uneven|a_crash|success)",
+    r"test_contracts\.py::.*\[allreduce\(shard=gradients\)-3-(?!exact:_workers|uneven|deterministic:_a_resumed)",
+    r"test_sharding\.py::test_twenty.*(\[mlp(_half)?-|\[text(_half)?-|-zero1-|-zero2-2-True|-3-)",
+    r"test_sharding\.py::test_(the_contract|batch_norm|a_run_resumes.*False|a_sliced_gradient.*zero[12])",
+    r"test_own_loops\.py::test_a_loop_(ends.*-allreduce\(shard|whose)",
     r"test_own_loops\.py::test_a_loop_ends.*-(allreduce-3|ddp \+ accumulate\(2\)-3)\]",
     r"test_own_loops\.py::test_a_loop_ends.*\[(clip_value|schedule_per_batch|parameter_groups|two_optimizers|gan_maker_first"
     r"|zeros_kept|two_losses|penalty_on_weights|called_twice|numbered_epochs|evaluated)-(ddp|allreduce \+)",

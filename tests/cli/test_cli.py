@@ -92,6 +92,8 @@ RESULT = [
     "staleness",
     "disturbances",
     "choices",
+    "parameter_bytes",
+    "gradient_bytes",
     "optimizer_bytes",
     "gossip",
     "compression",

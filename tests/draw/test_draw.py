@@ -156,15 +156,21 @@ def test_halves_of_a_long_row_are_summed_piece_by_piece() -> None:
 
 def test_updated_slices_are_handed_round_when_all_is_computed() -> None:
     timeline = drawn("zero1", 2)
-    assert [one.nbytes for one in timeline.messages] == [50_000_000] * 6, "a sum round a ring, and a slice of each"
-    summed = max(one.arrives for one in timeline.messages[:4])
-    assert min(one.leaves for one in timeline.messages[4:]) >= summed > 0.04
+    assert [one.nbytes for one in timeline.messages] == [6_250_000] * 32, "in 8 units, a half and a slice to each other"
+    summed = max(one.arrives for one in timeline.messages[:16])
+    assert min(one.leaves for one in timeline.messages[16:]) >= summed > 0.04
+
+
+def test_parameters_are_gathered_in_forward_and_in_backward() -> None:
+    timeline = drawn("zero3", 2)
+    assert [one.nbytes for one in timeline.messages] == [6_250_000] * 2 * (8 + 7 + 8)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["allreduce", "allreduce(ring)", "allreduce(gloo)", "zero1", "local(2)", "gossip", "gossip(exponential) + local(2)",
-     "allreduce + topk(0.05)", "allreduce + half", "allreduce + lowrank(2)", "gossip + quantize(8)"],
+    ["allreduce", "allreduce(ring)", "allreduce(gloo)", "zero1", "zero3", "local(2)", "gossip",
+     "gossip(exponential) + local(2)", "allreduce + topk(0.05)", "allreduce + half", "allreduce + lowrank(2)",
+     "gossip + quantize(8)"],
 )  # fmt: skip
 def test_what_is_planned_is_what_runs(text: str, launcher: Launcher, tmp_path: Path) -> None:
     result = fit(Layer(), text, workers=2, steps=4, seed=1, out=tmp_path, launcher=launcher)

@@ -34,7 +34,10 @@ CASES = (
     "evaluated",
 )
 CLOSURES = ("lbfgs", "lbfgs_strong_wolfe", "sgd_with_closure")
-WAYS = (("allreduce", 2), ("allreduce", 3), ("ddp", 2), ("allreduce + accumulate(2)", 2), ("ddp + accumulate(2)", 3))
+WAYS = (
+    *(("allreduce", 2), ("allreduce", 3), ("ddp", 2), ("allreduce + accumulate(2)", 2), ("ddp + accumulate(2)", 3)),
+    *(("allreduce(shard=optimizer) + accumulate(2)", 2), ("allreduce(shard=gradients)", 3)),
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,21 @@ def test_a_loop_ends_with_the_parameters_of_one_process(matrix: Matrix, case: st
     for one in found:
         same(expected["state"], one["state"])
         same(found[0]["state"], one["state"], tolerance=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["allreduce(shard=parameters)", "allreduce(shard=parameters) + accumulate(2)"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_loop_whose_parameters_are_gathered_between_hosts_ends_so_too(
+    matrix: Matrix, networks: None, case: str, strategy: str
+) -> None:
+    if case == "own_accumulation" and "accumulate" in strategy:
+        pytest.skip("who accumulates in the loop does not ask a strategy to do it too")
+    [expected] = matrix.outcome(case, alone(strategy), 1)
+    outcomes = matrix.outcome(case, strategy, 2, apart=True)
+    for outcome in outcomes:
+        same(expected["state"], outcome["state"])
+        same(outcomes[0]["state"], outcome["state"], tolerance=0)
 
 
 @pytest.mark.slow

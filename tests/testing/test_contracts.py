@@ -25,6 +25,7 @@ INSTEAD = {
 WORLDS = [
     *(INSTEAD.get(name, (name, 2)) for name in EXCHANGES),
     ("allreduce(shard=optimizer)", 2),
+    ("allreduce(shard=gradients)", 3),
     ("local(4)", 2),
     ("allreduce + accumulate(3) + topk(0.1) + quantize(4, stochastic=True)", 2),
 ]

@@ -168,6 +168,11 @@ def _from_task(task: AnyTask, goal: Goal) -> dict[str, Any]:
     return changes
 
 
+def _related(before: str | None, now: str) -> bool:
+    """Whether a run of one strategy can go on under the other, as one that shards what the other does not."""
+    return before is not None and combined(parse(before)).lineage == combined(parse(now)).lineage
+
+
 def _as_before(job: Job) -> Job:
     """The earlier run's job with the settings requested now; those that must not change are refused."""
     folder = RunFolder.open(job.resume or Path())
@@ -179,7 +184,9 @@ def _as_before(job: Job) -> Job:
         requested["strategy"] = str(combined(parse(requested["strategy"])))
     was = dict(before["goal"])
     for name in ("strategy", "seed", "parts"):
-        if name in requested and requested[name] != was.get(name):
+        if name not in requested or requested[name] == was.get(name):
+            continue
+        if name != "strategy" or not _related(was[name], requested[name]):
             raise CheckpointError(
                 f"{folder.path} was run with {name} {was.get(name)}, not {requested[name]}: it cannot be changed now."
             )

@@ -88,6 +88,11 @@ class Strategy(TextValue):
         """What it promises with these arguments."""
         return self.promises
 
+    @property
+    def lineage(self) -> str:
+        """Its text in checkpoints: strategies of one lineage can resume each other's runs."""
+        return str(self)
+
     @classmethod
     def summary(cls) -> str:
         """The first line of its docstring."""
@@ -157,6 +162,11 @@ class Combined(Strategy):
     def traits(self) -> Traits:
         """What all of its parts promise together."""
         return functools.reduce(operator.and_, (part.traits for part in self.parts()))
+
+    @property
+    def lineage(self) -> str:
+        """That of all parts."""
+        return " + ".join(part.lineage for part in self.parts())
 
     def parts(self) -> tuple[Strategy, ...]:
         """Exchange, when, compressors; an implied exchange too."""

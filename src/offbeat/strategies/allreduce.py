@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from msgspec import structs
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -29,17 +28,17 @@ from offbeat.runtime.compression.sums import CompressedSums
 from offbeat.runtime.gradients.algorithm_choice import Sums, stored_choices
 from offbeat.runtime.gradients.buckets import GradientBuckets, hook
 from offbeat.runtime.gradients.in_place import GradientSums
-from offbeat.runtime.gradients.optimizers import ELEMENT_WISE, why_not
+from offbeat.runtime.gradients.sliced_sums import SlicedSums
 from offbeat.runtime.groups.group import DirectGroup, Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.simulate.predicted_step import Step, Timed
 from offbeat.strategies._base import BUCKET, Axis, Strategy, Traits
 from offbeat.strategies.compressors import compressor
 from offbeat.strategies.worker import step_cost
-from offbeat.strategies.worker.exchange import Exchange, Exchanging, refuse_closure
-from offbeat.strategies.worker.optimizer_sharding import OptimizerShards
+from offbeat.strategies.worker.exchange import Exchange, Exchanging
 
 _MIB = 1 << 20
+_Sums = GradientBuckets | GradientSums | SlicedSums
 
 
 class SumAlgorithm(StrEnum):
@@ -70,15 +69,17 @@ class AllReduce(Exchanging):
     Workers of one host sum gradients through shared memory; between hosts they fill flat buckets, and each full bucket
     is summed while backward goes on. Gradients are weighted by examples, so uneven batches are weighted correctly, and
     a parameter that no worker used is not touched. With `shard=optimizer` each worker keeps the optimizer's state for,
-    and updates, only its slice of the parameters.
+    and updates, only its slice of the parameters; with `shard=gradients` it keeps only its slice of the summed
+    gradients, too, and with `shard=parameters` only its slice of the parameters: others are gathered for their use.
     """
 
     algorithm: SumAlgorithm = SumAlgorithm.NATIVE
     """Algorithm of sums: the backend's own (native), a named one, or the fastest of all in a trial (auto)."""
     bucket: float = 25.0
     """MiB of gradients that are summed at once, where they go through buckets."""
-    shard: Literal["nothing", "optimizer"] = "nothing"
-    """What is sharded over the workers instead of replicated: nothing, or the optimizer's state and work."""
+    shard: Literal["nothing", "optimizer", "gradients", "parameters"] = "nothing"
+    """What is sharded over the workers instead of replicated: nothing; or optimizer state; also gradients; and also
+    parameters."""
     deterministic: bool = False
     """Whether `auto` reuses its choices of earlier runs, so that runs add in the same order; it measures only once."""
 
@@ -94,10 +95,17 @@ class AllReduce(Exchanging):
         return self.shard == "nothing"
 
     carries = True
-    aliases = MappingProxyType({"zero1": "allreduce(shard=optimizer)"})
+    aliases = MappingProxyType(
+        {
+            "zero1": "allreduce(shard=optimizer)",
+            "zero2": "allreduce(shard=gradients)",
+            "zero3": "allreduce(shard=parameters)",
+            "fsdp": "allreduce(shard=parameters)",
+        }
+    )
     examples = (
-        *("allreduce", "allreduce(ring)", "allreduce(auto)"),
-        *("allreduce(shard=optimizer)", "allreduce + accumulate(4)"),
+        *("allreduce", "allreduce(ring)", "allreduce(auto)", "allreduce(shard=optimizer)"),
+        *("allreduce(shard=gradients)", "allreduce(shard=parameters)", "allreduce + accumulate(4)"),
     )
     _ranges = BUCKET
 
@@ -109,6 +117,11 @@ class AllReduce(Exchanging):
                 f"allreduce: shard={self.shard} reduces and gathers slices by itself, so algorithm={self.algorithm} "
                 f"has nothing to do. Omit one of them."
             )
+
+    @property
+    def lineage(self) -> str:
+        """Checkpoints hold whole parameters and optimizer state, whatever is sharded."""
+        return str(replace(self, shard="nothing"))
 
     def check_hosts(self, hosts: int) -> None:
         """Refuse algorithms that read other workers' memory."""
@@ -136,6 +149,8 @@ class AllReduce(Exchanging):
         by = names.get(self.algorithm, self.algorithm.value)
         # Workers of one host sum gradients in place, when all are there; others bucket by bucket.
         in_memory = self.algorithm is SumAlgorithm.NATIVE and len(set(view.hosts.tolist())) == 1
+        if self.shard != "nothing" and not (forms or models or in_memory):
+            return step_cost.planned_shards(nbytes, view, self.shard == "parameters")
         if forms:
             exchanges = step_cost.planned_messages(forms, nbytes, view)
         elif models:
@@ -143,17 +158,20 @@ class AllReduce(Exchanging):
         elif in_memory:
             gradients = [GradientShape("float32", nbytes // 4, 4)]
             exchanges = sums_in_memory(
-                gradients, partial(step_cost.planned_by, view), self.shard == "optimizer"
+                gradients, partial(step_cost.planned_by, view), self.shard != "nothing"
             ).exchanges
         else:
             exchanges = [step_cost.planned_sum(nbytes, view, by)]
-        behind = step_cost.planned_slices(nbytes, view) if self.shard == "optimizer" else []
+        # Updated slices are in the memory of all workers: a barrier says that they are there.
+        behind = [step_cost.planned_sum(4, view)] if self.shard != "nothing" and in_memory and not models else []
         overlapped, hosts = not (forms or models or in_memory), tuple(view.hosts.tolist())
         return Step(hosts=hosts, exchanges=(*exchanges, *behind), beside=overlapped, behind=len(behind))
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side: sums on every model."""
-        worker = ShardedAllReduceWorker if self.shard == "optimizer" else AllReduceWorker
+        from offbeat.strategies.sharding.worker import ShardedAllReduceWorker  # Late: it imports this module.
+
+        worker = AllReduceWorker if self.shard == "nothing" else ShardedAllReduceWorker
         return worker(group, stopwatch, self)
 
 
@@ -162,11 +180,11 @@ class AllReduceWorker(Exchange):
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: AllReduce) -> None:
         super().__init__(group, stopwatch)
-        self._settings = settings
+        self.settings = settings
         self._choices: list[Sums] = []
         self._known: set[int] = set()
         self._held = False
-        self._sums: list[GradientBuckets | GradientSums] = []
+        self._sums: list[_Sums] = []
         self._has_sparse = False
         self._means: dict[str, tuple[Feedback, CompressionAccount]] = {}
         self._saved_means: dict[str, Any] = {}
@@ -191,7 +209,7 @@ class AllReduceWorker(Exchange):
             self.handles += [hook(p, sums.begin) for p in parameters]
             sums.afterwards.append(partial(self._sum_sparse, parameters, lane, sums))
 
-    def _sum_sparse(self, parameters: Sequence[Parameter], lane: Group, dense: GradientBuckets | GradientSums) -> None:
+    def _sum_sparse(self, parameters: Sequence[Parameter], lane: Group, dense: _Sums) -> None:
         """Backward is over, and dense gradients are summed: sum the sparse ones that any worker has used."""
         with self.stopwatch.spent_on("communicate"), torch.no_grad():
             used = [float(p.grad is not None) for p in parameters]
@@ -205,8 +223,8 @@ class AllReduceWorker(Exchange):
                 weighted = gradient * (dense.examples / max(total, 1.0))
                 parameter.grad = lane.sum_sparse(weighted, "the sum of a sparse gradient")
 
-    def _summed(self, dense: Sequence[Parameter], lane: DirectGroup) -> GradientBuckets | GradientSums:
-        settings = self._settings
+    def _summed(self, dense: Sequence[Parameter], lane: DirectGroup) -> _Sums:
+        settings = self.settings
         if self.compressions:
             return CompressedSums(dense, lane, self.stopwatch, partial(self._compressor, len(self._sums)))
         if settings.algorithm is not SumAlgorithm.NATIVE:
@@ -247,7 +265,7 @@ class AllReduceWorker(Exchange):
             self._trials = step_cost.trials(self._lane.direct, most, step_cost.formats(self.compressions))
 
     def _why_unpredicted(self) -> str | None:
-        if self._settings.algorithm is SumAlgorithm.AUTO:
+        if self.settings.algorithm is SumAlgorithm.AUTO:
             return "auto has measured every algorithm by itself; see choices"
         if self._has_sparse:
             return "the size of sparse gradients depends on the data"
@@ -256,12 +274,12 @@ class AllReduceWorker(Exchange):
     def predicted(self) -> Step | str:
         """The exchanges of the last step's gradients."""
         exchanges = [each for sums in self._sums for each in sums.exchanges]
-        return self._step(exchanges, beside=any(isinstance(sums, GradientBuckets) for sums in self._sums))
+        return self._step(exchanges, beside=any(not isinstance(sums, GradientSums) for sums in self._sums))
 
     def predicted_means(self, exchanges: Sequence[Exchanged]) -> Step | str:
         """The exchanges that averaged models."""
-        if self._settings.algorithm is not SumAlgorithm.NATIVE:
-            return f"models are averaged by the backend itself, and links were measured by {self._settings.algorithm}"
+        if self.settings.algorithm is not SumAlgorithm.NATIVE:
+            return f"models are averaged by the backend itself, and links were measured by {self.settings.algorithm}"
         return self._step(exchanges)
 
     def _step(self, exchanges: Sequence[Exchanged], beside: bool = False) -> Step | str:
@@ -297,14 +315,16 @@ class AllReduceWorker(Exchange):
             "orders": [sums.state() for sums in self._sums],
             "choices": [choice.choices for choice in self._choices],
             "means": {name: feedback.state_dict() for name, (feedback, _) in self._means.items()},
+            "shard": self.settings.shard,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The same order as before."""
         for choice, chosen in zip(self._choices, state["choices"], strict=True):
             choice.choices = dict(chosen)
-        for sums, order in zip(self._sums, state["orders"], strict=True):
-            sums.load(order)
+        if state.get("shard", self.settings.shard) == self.settings.shard:
+            for sums, order in zip(self._sums, state["orders"], strict=True):
+                sums.load(order)
         self._means.clear()
         self._saved_means = dict(state["means"])
 
@@ -313,7 +333,7 @@ class AllReduceWorker(Exchange):
         if self.compressions and self.group.size > 1:
             accounts = [a for sums in self._sums if isinstance(sums, CompressedSums) for a in sums.accounts]
             return {"compression": together([*accounts, *(a for _, a in self._means.values())], self.group)}
-        if self.compressions or self._settings.algorithm is not SumAlgorithm.AUTO:
+        if self.compressions or self.settings.algorithm is not SumAlgorithm.AUTO:
             return {}
         return {"choices": {"all_reduce": [choice.choices for choice in self._choices]}}
 
@@ -322,91 +342,6 @@ class AllReduceWorker(Exchange):
         super().close()
         for sums in self._sums:
             sums.close()
-
-
-class ShardedAllReduceWorker(AllReduceWorker):
-    """Has the sums of its own slices only, and updates those.
-
-    The optimizer stays the user's object. While it steps, and while it saves or loads its state, it sees this worker's
-    slices in place of the parameters. That is right for optimizers that treat every number by itself, which most do.
-    """
-
-    replicated = False
-    acts_in_steps = True
-
-    def __init__(self, group: Group, stopwatch: Stopwatch, settings: AllReduce) -> None:
-        super().__init__(group, stopwatch, settings)
-        self._shards: list[OptimizerShards] = []
-        self._optimizers: list[Optimizer] = []
-
-    def predicted(self) -> Step | str:
-        """Sums of gradients, followed by the exchanges that distribute updated slices."""
-        step = super().predicted()
-        if isinstance(step, str):
-            return step
-        behind = [each for shards in self._shards for each in shards.exchanges]
-        return structs.replace(step, exchanges=(*step.exchanges, *behind), behind=len(behind))
-
-    def _summed(self, dense: Sequence[Parameter], lane: DirectGroup) -> GradientBuckets | GradientSums:
-        shards = OptimizerShards(dense, lane)
-        self._shards.append(shards)
-        if lane.shares_memory:
-            sums = GradientSums(dense, lane, self.stopwatch, own_blocks=True)
-        else:
-            sums = super()._summed(dense, lane)
-        sums.afterwards.append(shards.note_gradients)
-        return sums
-
-    def attend(self, optimizer: Optimizer) -> None:
-        """Make this optimizer update, and keep state for, slices only."""
-        if self.group.size == 1:
-            return
-        if why := why_not(type(optimizer)):
-            raise StrategyError(
-                f"shard=optimizer cannot divide {type(optimizer).__name__}: each worker updates slices only, and "
-                f"{why}. It can divide those that treat every number by itself: {', '.join(ELEMENT_WISE)}. Use "
-                f"allreduce without shard."
-            )
-        self._optimizers.append(optimizer)
-        to_slices, to_parameters = partial(self._show, True), partial(self._show, False)
-        self._hook_steps(optimizer, self._before_step, self._after_step)
-        self.handles += [
-            optimizer.register_state_dict_pre_hook(to_slices),
-            optimizer.register_state_dict_post_hook(to_parameters),
-            optimizer.register_load_state_dict_pre_hook(to_slices),
-            optimizer.register_load_state_dict_post_hook(to_parameters),
-        ]
-
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        refuse_closure("shard=optimizer", args, kwargs, "allreduce alone")
-        for shards in self._shards:
-            shards.hand_gradients()
-        self._show(True, optimizer)
-
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._show(False, optimizer)
-        for shards in self._shards:
-            shards.publish()
-
-    def _show(self, slices: bool, optimizer: Optimizer, *_: Any) -> None:
-        """Let an optimizer see slices in place of parameters, or parameters again."""
-        pairs = [pair for shards in self._shards for pair in zip(shards.parameters, shards.slices, strict=True)]
-        places: dict[int, Tensor] = {id(p): own for p, own in pairs} if slices else {id(own): p for p, own in pairs}
-        for group in optimizer.param_groups:
-            group["params"] = [places.get(id(member), member) for member in group["params"]]
-
-    def notes(self) -> dict[str, Any]:
-        """Bytes of optimizer state on each worker."""
-        states = (state for optimizer in self._optimizers for state in optimizer.state.values())
-        mine = sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
-        counts = self.group.gather([float(mine)], "the count of memory")
-        return {"optimizer_bytes": [int(count) for count in counts[:, 0]]}
-
-    def close(self) -> None:
-        """Remove the hooks, and give every worker a private copy of the parameters."""
-        super().close()
-        for shards in self._shards:
-            shards.close()
 
 
 def _sparse_parameters(model: nn.Module) -> set[int]:

@@ -128,7 +128,7 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     kept = {"exchange": exchange, "pace": pace, "ledger": ledger}
     # Random state comes last, so that nothing restored before it can draw from it.
     kept |= {"stopwatch": stopwatch, "group": group, "reports": reports, "random": random_state.Generators()}
-    identity = dict(assignment.identity) | {"strategy": str(strategy), "workers": place.size}
+    identity = dict(assignment.identity) | {"strategy": strategy.lineage, "workers": place.size}
     replicated = exchange.replicated and pace.replicated
     memory = Memory(assignment.folder, group, identity, holdings, replicated)
     memory.keep(**cast("dict[str, Any]", kept))

@@ -100,6 +100,7 @@ def test_a_group_on_several_hosts_counts_by_the_hierarchy_that_it_runs(
         ("allreduce(ring)", Hosts.alike(3)),
         ("allreduce(naive)", Hosts.alike(3)),
         ("allreduce(shard=optimizer)", Hosts.alike(2)),
+        ("allreduce(shard=parameters)", Hosts.alike(3)),
         ("ddp", Hosts.alike(3)),
         ("local(4)", Hosts.alike(2)),
         ("gossip", Hosts.alike(3)),

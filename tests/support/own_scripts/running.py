@@ -12,6 +12,7 @@ import torch
 from offbeat.errors import OffbeatError
 from offbeat.run.drive import Result, drive
 from offbeat.run.job import Job, Script
+from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.settings import Goal
 
@@ -23,9 +24,9 @@ def run_script(
     launcher: Launcher, folder: Path, script: str, *arguments: str | Path, workers: int = 1, **goal: Any
 ) -> Result:
     """What `offbeat run script --workers N -- arguments` does, on a fork server that is already there."""
-    resume, threads = goal.pop("resume", None), goal.pop("threads", 1)
+    resume, threads, hosts = goal.pop("resume", None), goal.pop("threads", 1), goal.pop("hosts", None)
     what = Script(str(HERE / script), tuple(map(str, arguments)))
-    return drive(Job(what, Goal(**goal), workers, threads, folder / "runs", resume), launcher=launcher)
+    return drive(Job(what, Goal(**goal), workers, threads, folder / "runs", resume, hosts=hosts), launcher=launcher)
 
 
 def left(out: Path, workers: int) -> list[dict[str, Any]]:
@@ -58,12 +59,17 @@ class Matrix:
         self._done: dict[str, str] = {}
 
     def outcome(
-        self, case: str, strategy: str, workers: int, cases: Sequence[str] | None = None
+        self, case: str, strategy: str, workers: int, cases: Sequence[str] | None = None, apart: bool = False
     ) -> list[dict[str, Any]]:
-        """What each worker left; run alone if running all together did not get that far."""
-        name = f"{strategy}-{workers}"
+        """What each worker left; run alone if running all together did not get that far.
+
+        `apart` if each worker is on a host of its own.
+        """
+        name = f"{strategy}-{workers}" + ("-apart" if apart else "")
         folder = self._folder / name.replace(" ", "")
-        goal = {"strategy": strategy, "timeout": 30.0}
+        goal: dict[str, Any] = {"strategy": strategy, "timeout": 30.0}
+        if apart:
+            goal["hosts"] = Hosts.alike(workers)
         if name not in self._done:
             self._done[name] = "done"
             names = self._cases if cases is None else cases

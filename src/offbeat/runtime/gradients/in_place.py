@@ -9,7 +9,7 @@ way in, and comes back in place. Small ones are packed into one flat buffer.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,16 +28,18 @@ from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.run.stopwatch import Stopwatch
 
 
-class _Pack:
-    """Small gradients of one dtype in one flat buffer."""
+class SmallGradients:
+    """Small gradients of one dtype in one flat buffer (`flat`), and its parts in their shapes (`views`)."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
+        """Room for the gradients of these parameters."""
         self.parameters = list(parameters)
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
         pieces = self.flat.split([p.numel() for p in parameters])
         self.views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
 
     def fill(self, weight: float) -> None:
+        """Copy the gradients into the buffer, weighted; zeros where there are none."""
         gradients = [p.grad for p in self.parameters]
         if any(gradient is None or gradient is view for gradient, view in zip(gradients, self.views, strict=True)):
             for gradient, view in zip(gradients, self.views, strict=True):
@@ -50,6 +52,7 @@ class _Pack:
         self.flat.mul_(weight)
 
     def hand_out(self) -> None:
+        """Make the parts of the buffer the parameters' gradients."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is not view:
                 parameter.grad = view
@@ -70,7 +73,9 @@ class GradientSums(BackwardExchange):
         self._row = torch.zeros(self._header.length, dtype=torch.float64)
         nbytes, by = self._row.nbytes, group.algorithm(Collective.ALL_REDUCE, self._row.nbytes)
         self._header_exchange = Exchanged(what="all_reduce", by=by, nbytes=nbytes, itemsize=self._row.itemsize)
-        self._planned: dict[bytes, tuple[list[_Pack], list[list[Parameter]], tuple[Exchanged, ...]]] = {}
+        self.beforehand: list[Callable[[], None]] = []
+        """Called when backward is over, before gradients are exchanged."""
+        self._planned: dict[bytes, tuple[list[SmallGradients], list[list[Parameter]], tuple[Exchanged, ...]]] = {}
         self._handles = [hook(p, self.begin) for p in self.parameters]
 
     def state(self) -> list[Any]:
@@ -90,6 +95,8 @@ class GradientSums(BackwardExchange):
 
     def _finish(self) -> None:
         self.running = False
+        for first in self.beforehand:
+            first()
         if self.parameters:
             entered = time.perf_counter()
             before = self._stopwatch.switch("communicate")
@@ -126,14 +133,14 @@ class GradientSums(BackwardExchange):
                 if copy is not gradient:
                     gradient.copy_(copy)
 
-    def _plan(self, used: NDArray[Any]) -> tuple[list[_Pack], list[list[Parameter]], tuple[Exchanged, ...]]:
+    def _plan(self, used: NDArray[Any]) -> tuple[list[SmallGradients], list[list[Parameter]], tuple[Exchanged, ...]]:
         members, group = [self.parameters[i] for i in np.flatnonzero(used)], self._group
         plan = sums_in_memory(
             [GradientShape(p.dtype, p.numel(), p.element_size()) for p in members],
             lambda nbytes: group.algorithm(Collective.ALL_REDUCE, nbytes),
             self._own_blocks,
         )
-        packs = [_Pack([members[i] for i in numbers]) for numbers in plan.packed]
+        packs = [SmallGradients([members[i] for i in numbers]) for numbers in plan.packed]
         in_place = [[members[i] for i in numbers] for numbers in plan.in_place]
         planned = packs, in_place, (self._header_exchange, *plan.exchanges)
         self._planned = {used.tobytes(): planned}  # Only the last: which parameters are used rarely changes.

@@ -45,6 +45,8 @@ class Result:
     """Injected faults: requested and fired; run.json has the count of each."""
     choices: dict[str, Any] = field(default_factory=dict)
     """What the strategy chose by measuring, with the seconds of each alternative; see `allreduce(auto)`."""
+    parameter_bytes: list[int] = field(default_factory=list)  # Most parameters of each worker at once, where sharded.
+    gradient_bytes: list[int] = field(default_factory=list)  # Most summed gradients of each worker, likewise.
     optimizer_bytes: list[int] = field(default_factory=list)  # Optimizer state of each worker, where it is sharded.
     gossip: dict[str, Any] = field(default_factory=dict[str, Any])
     """Convergence rate of the replicas, predicted by their graph and measured; see `gossip`."""

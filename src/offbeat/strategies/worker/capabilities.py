@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -49,6 +50,15 @@ class Sliced(Protocol):
 
         If it has several, the loop gets each as a batch, and the step ends with the last.
         """
+        ...
+
+
+@runtime_checkable
+class Divided(Protocol):
+    """Its workers may hold parts of the parameters only."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Inside, every worker has all parameters, which it may change. Collective."""
         ...
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.simulate.predicted_step import Step
 from offbeat.strategies._base import Axis, Strategy
 from offbeat.strategies.compressors import Compressing
-from offbeat.strategies.worker.capabilities import Costed, Microbatched, Sliced
+from offbeat.strategies.worker.capabilities import Costed, Divided, Microbatched, Sliced
 from offbeat.strategies.worker.flat_rows import Rows
 
 
@@ -264,8 +264,10 @@ def adopt(exchange: Exchange, model: nn.Module) -> None:
     """Let an exchange take part in training this model: start from worker 0's state, then install its hooks."""
     if exchange.starts_alike and exchange.group.size > 1:
         # Every worker gets worker 0's parameters and buffers, with one broadcast for each dtype.
-        flat = Rows([*model.parameters(), *model.buffers()], every_kind=True)
-        flat.write([exchange.group.share(row, "the sharing of worker 0's model") for row in flat.read()])
+        # Some of its parameters may be another model's, too.
+        with exchange.whole() if isinstance(exchange, Divided) else nullcontext():
+            flat = Rows([*model.parameters(), *model.buffers()], every_kind=True)
+            flat.write([exchange.group.share(row, "the sharing of worker 0's model") for row in flat.read()])
     if exchange.group.size > 1 or not exchange.starts_alike:
         exchange.install(model)
 

@@ -77,7 +77,7 @@ class HandUpdates:
         changed = [
             f"{name} {tuple(parameter.shape)}"
             for name, (parameter, before) in self._before.items()
-            if _sum_of(parameter) != before
+            if (now := _sum_of(parameter)) == now != before  # NaN: its values are on other workers.
         ]
         if not changed:
             return

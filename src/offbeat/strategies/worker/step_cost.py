@@ -13,9 +13,11 @@ from offbeat.protocols.compression import RowFormat, Shapes, SumMethod
 from offbeat.protocols.exchanges import Exchanged
 from offbeat.protocols.schedule import View
 from offbeat.runtime.backend import OffbeatGroup, planned_algorithm
+from offbeat.runtime.gradients.slices import LEAST_UNIT, UNITS
+from offbeat.runtime.groups.blocks import BY
 from offbeat.runtime.groups.group import DirectGroup, Group
 from offbeat.runtime.hosts.link_probe import measured
-from offbeat.simulate.predicted_step import Timed
+from offbeat.simulate.predicted_step import Step, Timed
 from offbeat.strategies.compressors import Compressing
 
 
@@ -60,11 +62,18 @@ def planned_messages(forms: Sequence[RowFormat], nbytes: int, view: View) -> lis
     return [*lengths, _gathered(form.nbytes(shapes, 4, *inner), view)]
 
 
-def planned_slices(nbytes: int, view: View) -> list[Exchanged]:
-    """How all workers get all updated slices; in shared memory a barrier is enough."""
-    if len(set(view.hosts.tolist())) == 1:
-        return [planned_sum(4, view)]
-    return [_gathered(4 * -(-nbytes // 4 // view.size), view)]
+def planned_shards(nbytes: int, view: View, gathered: bool) -> Step:
+    """A step of workers that share no memory and keep slices of gradients, and, if `gathered`, of parameters, too.
+
+    Parameters of an unknown model count as units of equal size.
+    """
+    units = max(1, min(UNITS, nbytes // LEAST_UNIT))
+    block = 4 * -(-nbytes // (4 * units * view.size))
+    gathers = [Exchanged(what="all_gather", by=BY, nbytes=block, itemsize=4)] * units
+    sums = [Exchanged(what="reduce_scatter", by=BY, nbytes=block * view.size, itemsize=4)] * units
+    exchanges = (*gathers, *gathers[:-1], *sums) if gathered else (*sums, *gathers)
+    hosts = tuple(view.hosts.tolist())
+    return Step(hosts=hosts, exchanges=exchanges, beside=True, behind=0 if gathered else units)
 
 
 def _gathered(nbytes: int, view: View) -> Exchanged:

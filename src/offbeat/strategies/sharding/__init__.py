@@ -1,0 +1,1 @@
+"""Optimizer state, gradients and parameters of which each worker keeps slices (`allreduce(shard=...)`)."""
