@@ -21,7 +21,7 @@ from offbeat.cli.commands.bench import Played
 from offbeat.errors import OffbeatError, UsageError
 from offbeat.protocols.servers import pacing
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.worker.rhythm import RhythmAction, EveryStep, PushAndFetch, Spring, StepActions
+from offbeat.protocols.servers.worker.rhythm import EveryStep, PushAndFetch, RhythmAction, Spring, StepActions
 from offbeat.runtime.launch import Launcher
 from offbeat.simulate.network import Link
 from offbeat.simulate.servers.stragglers import Stragglers, Transient

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from offbeat import limits
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.worker.rhythm import RhythmAction, EveryStep, RhythmOf, rhythm_of
+from offbeat.protocols.servers.worker.rhythm import EveryStep, RhythmAction, RhythmOf, rhythm_of
 from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.gradients.optimizers import scale_rates
 from offbeat.runtime.groups.group import Group

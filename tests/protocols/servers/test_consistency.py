@@ -19,10 +19,10 @@ from offbeat.protocols.servers.pacing import Clocks, Pacing, Parked
 from offbeat.protocols.servers.replica.server import ServerMachine
 from offbeat.protocols.servers.replica.works import Inspect
 from offbeat.protocols.servers.worker.rhythm import (
-    RhythmAction,
     EveryStep,
     Lazily,
     PushAndFetch,
+    RhythmAction,
     RhythmOf,
     Spring,
     StepActions,

@@ -16,7 +16,7 @@ import numpy as np
 
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.pacing import Pacing
-from offbeat.protocols.servers.worker.rhythm import IN_FLIGHT, RhythmAction, Rhythm, RhythmOf
+from offbeat.protocols.servers.worker.rhythm import IN_FLIGHT, Rhythm, RhythmAction, RhythmOf
 from offbeat.simulate.network import Link
 from offbeat.simulate.queues import Times
 

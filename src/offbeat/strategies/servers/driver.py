@@ -26,7 +26,7 @@ from offbeat.protocols.servers.worker.notices import (
     TrialRequest,
     whole_shards,
 )
-from offbeat.protocols.servers.worker.rhythm import IN_FLIGHT, RhythmAction, Rhythm
+from offbeat.protocols.servers.worker.rhythm import IN_FLIGHT, Rhythm, RhythmAction
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.compression import CompressionAccount, Feedback, together
 from offbeat.runtime.compression.account import COMPARING, timed
