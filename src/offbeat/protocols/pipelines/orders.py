@@ -39,6 +39,11 @@ class Action(NamedTuple):
     microbatch: int
     chunk: int = 0  # Which of the stage's parts.
 
+    def __str__(self) -> str:
+        """In words, for errors and pictures."""
+        words = f"{self.work.value.replace('_', ' ')} of microbatch {self.microbatch}"
+        return f"{words}, chunk {self.chunk}" if self.chunk else words
+
 
 class PipelineKind(StrEnum):
     """Kinds of pipeline schedules."""
