@@ -226,6 +226,7 @@ def crossing_edges(
         nbytes: Bytes of a value.
         gradient_nbytes: Bytes of its gradient; 0 if it has none.
         stages: Number of stages.
+
     """
     values: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     first: dict[tuple[int, int], int] = {}

@@ -8,7 +8,7 @@ what a process does: nothing else decides who sends what to whom.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -102,18 +102,17 @@ def _merged(
     steps: list[tuple[int, PipelineStep]], receives: list[tuple[int, ReceiveStep]], ahead: int
 ) -> Iterator[PipelineStep]:
     """The steps, and before each computation the receives to be posted by then."""
-    posted: list[tuple[int, ReceiveStep]] = []
-    soonest: dict[int, int] = {}
+    soonest: dict[int, int] = {}  # By the stage that sends: when its later receives are posted.
+    posts: list[tuple[int, PipelineStep]] = []
     for use, receive in reversed(receives):
-        place = min(use - ahead, soonest.get(receive.source, use))
-        soonest[receive.source] = place
-        posted.append((place, receive))
+        soonest[receive.source] = min(use - ahead, soonest.get(receive.source, use))
+        posts.append((soonest[receive.source], receive))
+    posts.reverse()
+    early = deque(sorted(posts, key=lambda post: post[0]))
     for number, step in steps:
-        if isinstance(step, ComputeStep):
-            while posted and posted[-1][0] <= number:
-                yield posted.pop()[1]
+        while isinstance(step, ComputeStep) and early and early[0][0] <= number:
+            yield early.popleft()[1]
         yield step
-    yield from (receive for _, receive in reversed(posted))
 
 
 _Event = tuple[float, int, int, Action | Crossing]  # When, in which order, on which stage, what.
@@ -208,6 +207,4 @@ class _Writer:
         self._sent[value] = len(self.rounds)
         start, stop = (np.array([end], dtype=np.int64) for end in self._plan.extent(value))
         source, target = self._ranks[stage], self._ranks[self._plan.stage_of(value.consumer)]
-        self.rounds.append(
-            Round(Op.SEND, source, target, start, stop, start, (self._computes[value],), what=value)
-        )
+        self.rounds.append(Round(Op.SEND, source, target, start, stop, start, (self._computes[value],), what=value))
