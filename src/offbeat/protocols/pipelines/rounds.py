@@ -19,8 +19,8 @@ from offbeat.protocols.pipelines.orders import Action, Work
 from offbeat.protocols.pipelines.plan import Crossing, PipelinePlan
 from offbeat.protocols.schedule import IntArray, Layout, Op, Round, Schedule, Stream, View
 
-AHEAD = 2
-"""How many computations before the one that uses a value its receive is posted, so that it comes meanwhile."""
+AHEAD = 1
+"""By how many computations a receive is posted before its value is sent: with 1, sends need no buffer to end."""
 
 
 class ComputeStep(NamedTuple):
@@ -75,20 +75,16 @@ def rounds(plan: PipelinePlan) -> list[Round]:
 def program(played: Sequence[Round], stage: int, ahead: int = AHEAD) -> tuple[PipelineStep, ...]:
     """What a stage does, one after the other, as the rounds have it.
 
-    A receive is posted `ahead` computations before the one that uses it, or earlier, so that receives from a stage are
-    posted in the order in which it sends.
+    A receive is posted before the last `ahead` computations that the stage begins before the value is sent, or earlier,
+    so that receives from a stage are posted in the order in which it sends.
     """
     steps: list[tuple[int, PipelineStep]] = []  # With the number of computations before it.
-    receives: dict[int, tuple[int, ReceiveStep]] = {}  # By round, with the computation that uses it.
+    receives: dict[int, tuple[int, ReceiveStep]] = {}  # By round, with the computations before it.
     computed = 0
     for number, each in enumerate(played):
         what = each.what
         if isinstance(what, Action) and each.target[0] == stage:
-            uses: list[Crossing] = []
-            for earlier in each.after:
-                if earlier in receives:
-                    receives[earlier] = computed, receives[earlier][1]
-                    uses.append(receives[earlier][1].value)
+            uses = [receives[earlier][1].value for earlier in each.after if earlier in receives]
             steps.append((computed, ComputeStep(what, tuple(uses))))
             computed += 1
         elif isinstance(what, Crossing) and each.source[0] == stage:
@@ -104,8 +100,8 @@ def _merged(
     """The steps, and before each computation the receives to be posted by then."""
     soonest: dict[int, int] = {}  # By the stage that sends: when its later receives are posted.
     posts: list[tuple[int, PipelineStep]] = []
-    for use, receive in reversed(receives):
-        soonest[receive.source] = min(use - ahead, soonest.get(receive.source, use))
+    for computed, receive in reversed(receives):
+        soonest[receive.source] = min(computed - ahead, soonest.get(receive.source, computed))
         posts.append((soonest[receive.source], receive))
     posts.reverse()
     early = deque(sorted(posts, key=lambda post: post[0]))
