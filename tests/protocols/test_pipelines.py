@@ -102,8 +102,8 @@ def test_the_bubble_of_zero_bubble_is_the_papers_and_less_than_that_of_one_f_one
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", range(1, 17))
-def test_the_bubble_is_the_formulas_for_all_numbers_of_microbatches(stages: int) -> None:
-    for shape in shapes(stages, range(1, 33)):
+def test_the_bubble_is_the_formulas_for_many_numbers_of_microbatches(stages: int) -> None:
+    for shape in shapes(stages, range(1, 33) if stages <= 8 else (1, 7, stages, 2 * stages, 32)):
         expect_bubble(shape, PartSeconds())
 
 
