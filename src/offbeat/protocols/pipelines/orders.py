@@ -39,6 +39,11 @@ class Action(NamedTuple):
     microbatch: int
     chunk: int = 0  # Which of the stage's parts.
 
+    def __str__(self) -> str:
+        """In words, for errors and pictures."""
+        words = f"{self.work.value.replace('_', ' ')} of microbatch {self.microbatch}"
+        return f"{words}, chunk {self.chunk}" if self.chunk else words
+
 
 class PipelineKind(StrEnum):
     """Kinds of pipeline schedules."""
@@ -56,7 +61,7 @@ Order = tuple[Action, ...]  # What one stage computes, one after the other.
 def orders(kind: PipelineKind, stages: int, microbatches: int, chunks: int = 1) -> tuple[Order, ...]:
     """For each stage the order of its computations; refuses numbers that the kind of schedule cannot have."""
     check_numbers(kind, stages, microbatches, chunks)
-    return tuple(_ORDERS[kind](stage, stages, microbatches, chunks) for stage in range(stages))
+    return tuple(_order(kind, stage, stages, microbatches, chunks) for stage in range(stages))
 
 
 def check_numbers(kind: PipelineKind, stages: int, microbatches: int, chunks: int = 1) -> None:
@@ -85,21 +90,22 @@ def check_numbers(kind: PipelineKind, stages: int, microbatches: int, chunks: in
         )
 
 
-def _naive(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
-    """Forward and backward of one microbatch before the next."""
-    return tuple(Action(work, number) for number in range(microbatches) for work in (Work.FORWARD, Work.BACKWARD))
+def _order(kind: PipelineKind, stage: int, stages: int, microbatches: int, chunks: int) -> Order:
+    if kind is PipelineKind.INTERLEAVED:
+        return _interleaved(stage, stages, microbatches, chunks)
+    if kind is PipelineKind.ZERO_BUBBLE:
+        return _zero_bubble(stage, stages, microbatches)
+    if kind is PipelineKind.NAIVE:
+        return _one_chunk(microbatches, ahead=0)
+    if kind is PipelineKind.GPIPE:
+        return _one_chunk(microbatches, ahead=microbatches)
+    return _one_chunk(microbatches, ahead=stages - 1 - stage)
 
 
-def _gpipe(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
-    """All forward, then all backward."""
-    return tuple(Action(work, number) for work in (Work.FORWARD, Work.BACKWARD) for number in range(microbatches))
-
-
-def _one_f_one_b(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
-    """Forward until the last stage is reached, then forward and backward in turn."""
+def _one_chunk(microbatches: int, ahead: int) -> Order:
     forward = [Action(Work.FORWARD, number) for number in range(microbatches)]
     backward = [Action(Work.BACKWARD, number) for number in range(microbatches)]
-    return _in_turn(forward, backward, stages - 1 - stage)
+    return _in_turn(forward, backward, ahead)
 
 
 def _interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
@@ -114,10 +120,10 @@ def _interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Ord
     return _in_turn(forward, backward, 2 * (stages - 1 - stage) + (chunks - 1) * stages)
 
 
-def _zero_bubble(stage: int, stages: int, microbatches: int, chunks: int) -> Order:
+def _zero_bubble(stage: int, stages: int, microbatches: int) -> Order:
     """One forward and one backward in turn; the gradients of weights follow `stage` microbatches later."""
     order: list[Action] = []
-    for action in _one_f_one_b(stage, stages, microbatches, chunks):
+    for action in _one_chunk(microbatches, ahead=stages - 1 - stage):
         if action.work is Work.FORWARD:
             order.append(action)
             continue
@@ -135,12 +141,3 @@ def _in_turn(forward: list[Action], backward: list[Action], ahead: int) -> Order
     for number, action in enumerate(backward):
         order += [*forward[ahead + number : ahead + number + 1], action]
     return tuple(order)
-
-
-_ORDERS = {
-    PipelineKind.NAIVE: _naive,
-    PipelineKind.GPIPE: _gpipe,
-    PipelineKind.ONE_F_ONE_B: _one_f_one_b,
-    PipelineKind.INTERLEAVED: _interleaved,
-    PipelineKind.ZERO_BUBBLE: _zero_bubble,
-}
