@@ -14,7 +14,7 @@ from offbeat.protocols.checker import cost
 from offbeat.protocols.pipelines.checker import check_pipeline
 from offbeat.protocols.pipelines.formulas import bubble_share, most_in_flight
 from offbeat.protocols.pipelines.orders import Action, PipelineKind, Work, orders
-from offbeat.protocols.pipelines.plan import Crossing, PartEdge, PartSeconds, PipelinePlan, crossing_edges
+from offbeat.protocols.pipelines.plan import Crossing, PartEdge, PartSeconds, PipelinePlan
 from offbeat.protocols.pipelines.rounds import ComputeStep, ReceiveStep, SendStep, program, rounds, schedule
 from offbeat.protocols.schedule import Op, Round
 from offbeat.simulate.network import Link, Network
@@ -130,27 +130,38 @@ def test_messages_overlap_computing_and_cost_what_they_carry() -> None:
 
 
 def test_a_value_that_several_parts_need_crosses_once_to_each_stage() -> None:
-    takes = [[(-1, 0)], [(0, 0)], [(1, 0), (0, 0)], [(2, 0), (0, 1)], [(3, 0), (0, 0)], [(4, 0), (0, 0), (0, 1)]]
-    edges = crossing_edges(takes, lambda value: 10 + value[1], lambda _: 10, stages=3)
-    assert {edge[:3] for edge in edges if edge.source == 0} == {(0, 1, 10), (0, 2, 21), (0, 3, 11)}
-    plan = PipelinePlan(PipelineKind.INTERLEAVED, 3, 6, 2, edges=edges)
+    chain = [PartEdge(part, part + 1) for part in range(5)]
+    skips = (PartEdge(0, 2, 21), PartEdge(0, 3, 11), PartEdge(1, 3, 5, 0))
+    plan = PipelinePlan(PipelineKind.INTERLEAVED, 3, 6, 2, edges=(*chain, *skips))
     report = check_pipeline(plan)
     sent = [each.what for each in rounds(plan) if each.op is Op.SEND]
     assert Crossing(0, 2, 5) in sent
     assert Crossing(0, 3, 5) not in sent, "part 3 is on the stage of part 0"
-    assert report.messages == 6 * 2 * 6
+    assert Crossing(1, 3, 5) in sent
+    assert Crossing(3, 1, 5) not in sent, "no gradient goes back"
+    assert report.messages == 6 * (2 * 5 + 2 + 1)
+    assert report.bytes_sent == 6 * (2 * 5 + 2 * 21 + 5)
 
 
-@pytest.mark.parametrize("seed", range(8))
+def random_edges(parts: int, stages: int, chance: Random) -> tuple[PartEdge, ...]:
+    """A chain, and skip connections, one at most from a part to a stage."""
+    edges = {(part, (part + 1) % stages): PartEdge(part, part + 1, 4) for part in range(parts - 1)}
+    for _ in range(2 * parts):
+        source, target = sorted(chance.sample(range(parts), 2))
+        edge = PartEdge(source, target, 4, chance.choice((0, 4)))
+        edges.setdefault((source, target % stages), edge)
+    return tuple(edges.values())
+
+
+@pytest.mark.parametrize("seed", range(12))
 def test_skip_connections_between_any_parts_are_proved_too(seed: int) -> None:
     chance = Random(seed)
     for kind in PipelineKind:
-        chunks = 2 if kind is PipelineKind.INTERLEAVED else 1
-        parts = 4 * chunks
-        takes = [[(part - 1, 0), *((chance.randrange(part), 0) for _ in range(2) if part)] for part in range(parts)]
-        edges = crossing_edges(takes, lambda _: 4, lambda value: 4 * (value[0] % 3 > 0), stages=4)
+        stages, chunks = chance.choice((2, 3, 4)), chance.choice((2, 3)) if kind is PipelineKind.INTERLEAVED else 1
+        parts = stages * chunks
         costs = tuple(PartSeconds(chance.random(), chance.random()) for _ in range(parts))
-        check_pipeline(PipelinePlan(kind, 4, 8, chunks, edges, costs))
+        edges = random_edges(parts, stages, chance)
+        check_pipeline(PipelinePlan(kind, stages, 2 * stages, chunks, edges, costs))
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------

@@ -40,6 +40,15 @@ LEGEND: Final = (
     ("out", "port out: sends"),
     ("in", "port in: receives"),
 )
+STAGES: Final = (
+    ("forward", "forward"),
+    ("backward", "backward"),
+    ("weights", "gradients of weights"),
+    ("wait", "idles"),
+    ("out", "port out: sends"),
+    ("in", "port in: receives"),
+)
+"""The legend of a pipeline, in whose bars are the numbers of microbatches."""
 
 
 def picture(timeline: Timeline, subtitle: str) -> Drawing:
@@ -71,7 +80,7 @@ class _Painter:
         """The whole picture."""
         grid, names = self._plot.grid(self._moments), self._plot.names(self._timeline.lanes)
         inside = [*self._lanes(), *grid, *self._intervals(), *self._ports(), *self._arrows()]
-        around = [*names, *self._hosts(), *self._axis(), *_heading(self._timeline.title, subtitle)]
+        around = [*names, *self._hosts(), *self._axis(), *self._heading(subtitle)]
         height = self._plot.bottom + BOTTOM
         return Drawing(WIDTH, height, self._timeline.title, self._plot.area, inside, around)
 
@@ -94,10 +103,11 @@ class _Painter:
     def _intervals(self) -> Iterator[Drawn]:
         for each in sorted(self._timeline.intervals, key=lambda each: each.activity is not Activity.WAIT):
             title = f"{self._timeline.lanes[each.lane]}, {each.label}: {seconds_in_words(each.end - each.begin)}"
-            bar = self._bar(each.lane, 1, each.begin, each.end, each.activity.value, title)
+            look = f"later {each.activity.value}" if each.later else each.activity.value
+            bar = self._bar(each.lane, 1, each.begin, each.end, look, title)
             yield bar
-            if each.activity is Activity.COMPUTE:
-                yield from self._label(bar, each.label)
+            if each.activity.computes:
+                yield from self._label(bar, each.mark or each.label)
 
     def _ports(self) -> Iterator[Drawn]:
         for each in self._timeline.messages:
@@ -159,14 +169,22 @@ class _Painter:
             yield TextShape(self._x(moment), bottom + 16, seconds_in_words(moment), "words", anchor)
         yield TextShape(right, bottom + 34, "virtual time", "words", "end")
 
+    def _heading(self, subtitle: str) -> Iterator[Drawn]:
+        yield TextShape(14, 24, self._timeline.title, "title")
+        yield TextShape(14, 42, subtitle, "words")
+        x, looks = 14.0, {each.activity.value for each in self._timeline.intervals}
+        pipeline = Activity.FORWARD.value in looks
+        for look, words in STAGES if pipeline else LEGEND:
+            if look == Activity.WEIGHTS.value and look not in looks:
+                continue
+            yield Rect(x, 53, 20, 11, look)
+            yield TextShape(x + 26, 63, words, "words")
+            x += 48 + text_width(words, "words")
+        yield Polyline(((x, 58.5), (x + 26, 58.5)), "arrow", closed=False, head=True)
+        yield TextShape(x + 34, 63, self._numbers(pipeline), "words")
 
-def _heading(title: str, subtitle: str) -> Iterator[Drawn]:
-    yield TextShape(14, 24, title, "title")
-    yield TextShape(14, 42, subtitle, "words")
-    x = 14.0
-    for look, words in LEGEND:
-        yield Rect(x, 53, 20, 11, look)
-        yield TextShape(x + 26, 63, words, "words")
-        x += 48 + text_width(words, "words")
-    yield Polyline(((x, 58.5), (x + 26, 58.5)), "arrow", closed=False, head=True)
-    yield TextShape(x + 34, 63, "a message, from its first byte out to its last byte in", "words")
+    def _numbers(self, pipeline: bool) -> str:
+        if not pipeline:
+            return "a message, from its first byte out to its last byte in"
+        chunks = any(each.later for each in self._timeline.intervals)
+        return f"a message; numbers are microbatches{', letters and shades are chunks' if chunks else ''}"
