@@ -358,7 +358,7 @@ class DrawOptions:
     size: str | None = option(
         None,
         "Size of the model, or of a collective's buffer. Default: 100MB. For a pipeline: of what a microbatch brings "
-        "from one stage to the next. Default: 1MB.",
+        "from one stage to the next. Default: 100KB.",
     )
     per_host: int = option(1, "Workers per host.")
     steps: int | None = option(None, "Steps to draw. Default: one period of the strategy.")

@@ -35,7 +35,18 @@ from offbeat.simulate.timeline import (
     schedule_timeline,
     server_timeline,
 )
-from offbeat.strategies import Combined, Compressing, Exchanging, Gossip, Pipeline, Timing, aliases, available, combined, parse
+from offbeat.strategies import (
+    Combined,
+    Compressing,
+    Exchanging,
+    Gossip,
+    Pipeline,
+    Timing,
+    aliases,
+    available,
+    combined,
+    parse,
+)
 from offbeat.strategies.worker.step_cost import as_matrix
 from offbeat.user_protocols import OwnSchedule, find_own
 
@@ -86,31 +97,30 @@ class Scenario:
         return self.stragglers.draw(len(self.hosts), steps, self.seed) * work
 
 
-def workers_of(text: str) -> int | None:
-    """How many workers a text itself asks for: those of one replica, if it splits the model."""
-    if _BUNDLED.fullmatch(text) is not None or ".py:" in text:
-        return None
-    strategy = combined(parse(text))
-    return strategy.replica_size if strategy.split else None
+Subject = OwnSchedule | MachineContract | Combined
 
 
-def timeline_of(text: str, setting: Scenario) -> Timeline:
-    """Simulate what a text names; refused, with the reason, if that is impossible."""
-    own = find_own(text, setting.collective)
-    if isinstance(own, OwnSchedule):
-        return _collective(own, text, setting)
-    if isinstance(own, MachineContract):
-        return _contract(own, text, setting)
-    bundled = _bundled(text)
-    if bundled is not None:
-        return _collective(bundled, text.strip(), setting)
-    strategy = combined(parse(text))
-    if setting.microbatches is not None and not strategy.split:
-        raise StrategyError(f"--microbatches makes no sense with {text.strip()}: only pipelines have them.")
-    strategy.check(len(setting.hosts))
-    if strategy.split:
-        return _pipeline(strategy, text.strip(), setting)
-    return _strategy(strategy, text.strip(), setting)
+def subject_of(text: str, collective: str | None = None) -> Subject:
+    """What a text names; refused, with what it may be, if there is no such thing."""
+    own = find_own(text, collective)
+    if own is None:
+        own = _bundled(text)
+    return combined(parse(text)) if own is None else own
+
+
+def timeline_of(text: str, setting: Scenario, subject: Subject | None = None) -> Timeline:
+    """Simulate what a text names, or the `subject` if it is known; refused, with the reason, if that is impossible."""
+    if subject is None:
+        subject = subject_of(text, setting.collective)
+    if setting.microbatches is not None and not (isinstance(subject, Combined) and subject.split):
+        raise UsageError(f"--microbatches makes no sense with {text.strip()}: only pipelines have them.")
+    if isinstance(subject, OwnSchedule):
+        return _collective(subject, text.strip(), setting)
+    if isinstance(subject, MachineContract):
+        return _contract(subject, text, setting)
+    subject.check(len(setting.hosts))
+    draw = _pipeline if subject.split else _strategy
+    return draw(subject, text.strip(), setting)
 
 
 def _bundled(text: str) -> OwnSchedule | None:

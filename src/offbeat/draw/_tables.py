@@ -52,11 +52,11 @@ def round_rows(timeline: Timeline) -> tuple[Sequence[str], list[tuple[str, ...]]
             )
             for each in timeline.rounds
         ]
-        columns = ("round", "op", "who", "bytes each", "begins", "ends")
-        if any(each.what for each in timeline.rounds):
+        if any(each.what for each in timeline.rounds):  # Which also says what kind of round it is.
+            columns = ("round", "what", "who", "bytes", "begins", "ends")
             whats = [each.what for each in timeline.rounds]
-            return (*columns, "what"), [(*row, what) for row, what in zip(rows, whats, strict=True)]
-        return columns, rows
+            return columns, [(row[0], what, *row[2:]) for row, what in zip(rows, whats, strict=True)]
+        return ("round", "op", "who", "bytes each", "begins", "ends"), rows
     lanes = timeline.lanes
     rows = [
         (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -10,12 +10,12 @@ from msgspec import Struct
 from offbeat.errors import UsageError
 from offbeat.protocols.pipelines.formulas import bubble_share
 from offbeat.protocols.pipelines.orders import Action, Work
-from offbeat.protocols.pipelines.plan import PipelinePlan
+from offbeat.protocols.pipelines.plan import Crossing, PipelinePlan
 from offbeat.protocols.pipelines.rounds import rounds
 from offbeat.protocols.schedule import Op
 from offbeat.simulate.network import Network
 from offbeat.simulate.schedules import Activity, Interval, Trace, finish_times, trace
-from offbeat.simulate.timeline import Timeline, summaries
+from offbeat.simulate.timeline import RoundSummary, Timeline, summaries
 
 _ACTIVITIES = {
     Work.FORWARD: Activity.FORWARD,
@@ -47,10 +47,11 @@ def predicted_pipeline_step(
         network: What messages cost.
         hosts: The host of each stage; by default all are on one.
         after: What each stage does when it has computed all, in seconds, such as its optimizer's step.
+
     """
     if after and len(after) != plan.stages:
         raise UsageError(f"{len(after)} times after computing were given for {plan.stages} stages; give one for each.")
-    ends = finish_times(rounds(plan), plan.view(hosts), plan.layout, network)
+    ends = finish_times(rounds(plan, _delay(plan, network, hosts)), plan.view(hosts), plan.layout, network)
     own = np.asarray(after or [0.0] * plan.stages)
     computing = (sum(plan.takes(stage, action) for action in order) for stage, order in enumerate(plan.orders))
     return PipelinePrediction(float((ends + own).max()), tuple(np.add(tuple(computing), own).tolist()))
@@ -59,7 +60,7 @@ def predicted_pipeline_step(
 def pipeline_timeline(plan: PipelinePlan, network: Network, title: str, hosts: Sequence[int] | None = None) -> Timeline:
     """Every computation and message of a step; the gaps are bubbles."""
     view = plan.view(hosts)
-    played = trace(rounds(plan), view, plan.layout, network)
+    played = trace(rounds(plan, _delay(plan, network, hosts)), view, plan.layout, network)
     work = tuple(_work(plan, played))
     end = max(each.end for each in work)
     gaps = [gap for stage in range(plan.stages) for gap in _gaps(played, [each for each in work if each.lane == stage])]
@@ -72,9 +73,27 @@ def pipeline_timeline(plan: PipelinePlan, network: Network, title: str, hosts: S
         tuple(view.hosts.tolist()),
         (*gaps, *work),
         played.transfers,
-        summaries(played, plan.layout),
+        tuple(_described(played, plan)),
         notes,
     )
+
+
+def _delay(plan: PipelinePlan, network: Network, hosts: Sequence[int] | None) -> Callable[[Crossing], float]:
+    """What a message takes that need not queue."""
+
+    def delay(value: Crossing) -> float:
+        start, stop = plan.extent(value)
+        source, target = plan.stage_of(value.producer), plan.stage_of(value.consumer)
+        link = network.inside if hosts is None or hosts[source] == hosts[target] else network.between
+        return link.alpha + link.beta * (stop - start)
+
+    return delay
+
+
+def _described(played: Trace, plan: PipelinePlan) -> Iterator[RoundSummary]:
+    for each in summaries(played, plan.layout):
+        what = played.rounds[each.number].what
+        yield each._replace(what=what.brief if isinstance(what, Action | Crossing) else "")
 
 
 def _work(plan: PipelinePlan, played: Trace) -> Iterator[Interval]:

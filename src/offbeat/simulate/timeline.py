@@ -84,8 +84,7 @@ def summaries(played: Trace, layout: Layout) -> tuple[RoundSummary, ...]:
         begins = [begin for begin in played.begin[number].tolist() if not math.isnan(begin)]
         ends = [end for end in played.end[number].tolist() if not math.isnan(end)]
         extent = min(begins, default=0.0), max(ends, default=0.0)
-        what = "" if each.what is None else str(each.what)
-        rows.append(RoundSummary(number, each.op, pairs, int(sizes.min()), int(sizes.max()), *extent, what))
+        rows.append(RoundSummary(number, each.op, pairs, int(sizes.min()), int(sizes.max()), *extent))
     return tuple(rows)
 
 

@@ -10,14 +10,15 @@ from rich.table import Table
 from offbeat import limits
 from offbeat.cli.options import DrawOptions, TableFormat
 from offbeat.cli.output import figures, print_json
-from offbeat.draw import Scenario, picture, plain, port_rows, round_rows, timeline_of, workers_of
+from offbeat.draw import Scenario, picture, plain, port_rows, round_rows, subject_of, timeline_of
 from offbeat.monitor.diagram.svg import check_name, write
 from offbeat.simulate.network import Network
 from offbeat.simulate.servers.stragglers import Stragglers
 from offbeat.simulate.timeline import Timeline
 from offbeat.simulate.units import parse_duration, parse_size, seconds_in_words, size_in_words
+from offbeat.strategies import Combined
 
-WORKERS, SIZE, ACTIVATIONS = 4, "100MB", "1MB"
+WORKERS, SIZE, ACTIVATIONS = 4, "100MB", "100KB"
 """Defaults: workers, bytes of a model, and bytes that a microbatch brings from one stage of a pipeline to the next."""
 SHOWN = 60
 """Rows that are printed; JSON has all."""
@@ -27,9 +28,10 @@ def draw(options: DrawOptions) -> None:
     """Print who sends what to whom and when, and draw it if there is a file for it."""
     if options.picture is not None:
         check_name(options.picture)
-    replica = workers_of(options.strategy)
+    subject = subject_of(options.strategy, options.collective)
+    replica = subject.replica_size if isinstance(subject, Combined) and subject.split else None
     workers = options.workers if options.workers is not None else replica or WORKERS
-    size = options.size if options.size is not None else SIZE if replica is None else ACTIVATIONS
+    size = options.size or (SIZE if replica is None else ACTIVATIONS)
     limits.whole("--workers", workers, limits.SIMULATED_RANKS)
     limits.whole("--per-host", options.per_host, limits.SIMULATED_RANKS)
     scenario = Scenario(
@@ -42,11 +44,11 @@ def draw(options: DrawOptions) -> None:
         options.collective,
         options.microbatches,
     )
-    timeline = timeline_of(options.strategy, scenario)
+    timeline = timeline_of(options.strategy, scenario, subject)
     where = f"{len(scenario.hosts)} workers, {size}, {options.network}"
     subtitle = f"{where}: {seconds_in_words(timeline.end)} of virtual time"
     if options.picture is not None:
-        write(picture(timeline, subtitle), options.picture)
+        write(picture(timeline, ". ".join((subtitle, *timeline.notes))), options.picture)
     if options.output is TableFormat.json:
         print_json({"picture": None if options.picture is None else str(options.picture), **plain(timeline)})
         return

@@ -119,6 +119,7 @@ LOOKS: Final[Mapping[str, ShapeStyle]] = {
     "out": ShapeStyle(GREEN, "#ffffff", 0.5),
     "in": ShapeStyle(BLUE, "#ffffff", 0.5),
     "reduce": ShapeStyle(PURPLE),
+    "idle": ShapeStyle("#d0d7de"),
     "forward": ShapeStyle(SKY),
     "backward": ShapeStyle(YELLOW),
     "weights": ShapeStyle(PURPLE),

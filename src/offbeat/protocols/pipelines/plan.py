@@ -64,6 +64,13 @@ class Crossing(NamedTuple):
         """Whether it goes back."""
         return self.consumer < self.producer
 
+    @property
+    def brief(self) -> str:
+        """In few words, for tables."""
+        return (
+            f"{'gradients' if self.gradient else 'activations'} {self.microbatch}, {self.producer} to {self.consumer}"
+        )
+
     def __str__(self) -> str:
         """In words, for errors and pictures."""
         kind = "gradients" if self.gradient else "activations"

@@ -1,15 +1,15 @@
 """A pipeline as a schedule, and what each stage does by it.
 
 There is a `COMPUTE` round for each action and a `SEND` round for each value that crosses to another stage, as soon as
-it is computed. Rounds are listed in the order in which they begin if messages take no time, so a stage sends in the
-order in which it computes. The rounds are what is checked, costed, simulated and drawn, and `program` reads off them
-what a process does: nothing else decides who sends what to whom.
+it is computed. Rounds are listed in the order in which they begin (if messages take no time, unless it is known what
+they take), so a stage sends in the order in which it computes. The rounds are what is checked, costed, simulated and
+drawn, and `program` reads off them what a process does: nothing else decides who sends what to whom.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,10 +61,16 @@ def schedule(plan: PipelinePlan) -> Schedule:
     return pipeline
 
 
-def rounds(plan: PipelinePlan) -> list[Round]:
-    """All rounds; a ScheduleError if the orders of the stages wait for each other for ever."""
+Delay = Callable[[Crossing], float]
+
+
+def rounds(plan: PipelinePlan, delay: Delay = lambda _: 0.0) -> list[Round]:
+    """All rounds; a ScheduleError if the orders of the stages wait for each other for ever.
+
+    `delay` is what a message takes. It changes only which of several stages is listed first.
+    """
     writer = _Writer(plan)
-    for _, _, stage, what in sorted(_events(plan), key=lambda event: event[:2]):
+    for _, _, stage, what in sorted(_events(plan, delay), key=lambda event: event[:2]):
         if isinstance(what, Action):
             writer.compute(stage, what)
         else:
@@ -114,8 +120,8 @@ def _merged(
 _Event = tuple[float, int, int, Action | Crossing]  # When, in which order, on which stage, what.
 
 
-def _events(plan: PipelinePlan) -> Iterator[_Event]:
-    """Every computation when it begins and every value when it leaves, if messages take no time."""
+def _events(plan: PipelinePlan, delay: Delay) -> Iterator[_Event]:
+    """Every computation when it begins and every value when it leaves, if messages never queue."""
     came: dict[Crossing, float] = {}
     free, place = [0.0] * plan.stages, [0] * plan.stages
     left, count = sum(map(len, plan.orders)), 0
@@ -135,6 +141,7 @@ def _events(plan: PipelinePlan) -> Iterator[_Event]:
                     came[value] = free[stage]
                     count = number
                     if plan.crosses(value):
+                        came[value] += delay(value)
                         yield free[stage], number, stage, value
                 done.add((stage, action))
                 place[stage], left, count = place[stage] + 1, left - 1, count + 1
