@@ -362,7 +362,7 @@ class DrawOptions:
     )
     per_host: int = option(1, "Workers per host.")
     steps: int | None = option(None, "Steps to draw. Default: one period of the strategy.")
-    microbatches: int | None = option(None, "Microbatches of a pipeline. Default: as the strategy has them.", "-m")
+    microbatches: int | None = option(None, "Microbatches of a pipeline. Default: as the strategy has them.")
     step: str = option("40ms", _STEP)
     stragglers: str = option("none", "Straggler model, as in `offbeat bench server`: `permanent(2)` …")
     collective: str | None = option(None, "Collective of your own schedule. Default: all_reduce.")

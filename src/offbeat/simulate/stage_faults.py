@@ -21,7 +21,7 @@ FOREVER = 1e9
 """Virtual seconds after which whoever still waits is said to wait for ever."""
 
 
-class Carried(Struct, frozen=True):
+class CarriedValue(Struct, frozen=True):
     """A value on its way."""
 
     value: Crossing
@@ -66,7 +66,7 @@ class StageMachine:
         if self.end is not None:
             return ()
         match event:
-            case Received(_, Carried(value), _):
+            case Received(_, CarriedValue(value), _):
                 self._came.add(value)
                 return self._go_on(now) if self._waits_since is not None else ()
             case Timer(("computed", place)) if place == self._place:
@@ -96,7 +96,7 @@ class StageMachine:
                 return effects
             if isinstance(step, SendStep):
                 start, stop = self.plan.extent(step.value)
-                effects.append(Send(stage_name(step.target), Carried(step.value), Payload(stop - start)))
+                effects.append(Send(stage_name(step.target), CarriedValue(step.value), Payload(stop - start)))
             self._place += 1
         self.end = StageEnd(now, now)
         return effects

@@ -69,7 +69,7 @@ def rounds(plan: PipelinePlan, delay: Delay = lambda _: 0.0) -> list[Round]:
 
     `delay` is what a message takes. It changes only which of several stages is listed first.
     """
-    writer = _Writer(plan)
+    writer = _RoundWriter(plan)
     for _, _, stage, what in sorted(_events(plan, delay), key=lambda event: event[:2]):
         if isinstance(what, Action):
             writer.compute(stage, what)
@@ -169,7 +169,7 @@ def _stuck(
             yield f"stage {stage} cannot begin the {action}, its computation {place[stage]}, without the {lacking[0]}"
 
 
-class _Writer:
+class _RoundWriter:
     """Numbers rounds, and finds those that each comes after."""
 
     def __init__(self, plan: PipelinePlan) -> None:
