@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from offbeat.errors import OffbeatError, TaskError, did_you_mean
 from offbeat.runtime.split.graph import Call, Graph, Held, Ref, ValueFacts, leaves, mapped
 from offbeat.runtime.split.recorder import Recorder, address, recording
+from offbeat.runtime.split.verify import verify
 
 
 def capture(model: nn.Module, inputs: tuple[Any, ...], kept: frozenset[str] = frozenset()) -> Graph:
@@ -73,7 +74,12 @@ def _captured(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozens
             graph = _recorded(model, run, inputs, kept)
         model.eval()
         with undisturbed(model), torch.enable_grad():
-            return _with_evaluation(graph, _recorded(model, run, inputs, kept))
+            graph = _with_evaluation(graph, _recorded(model, run, inputs, kept))
+        for module, mode in modes.items():
+            module.training = mode
+        with undisturbed(model), torch.no_grad():
+            verify(graph, run, inputs)
+        return graph
     finally:
         for module, mode in modes.items():
             module.training = mode

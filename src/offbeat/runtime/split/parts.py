@@ -49,12 +49,19 @@ class StagePart(nn.Module):
         names = {id(tensor): name for name, tensor in _state(graph.model, remove_duplicate=True)}
         self.logical = {name: names.get(id(tensor), name) for name, tensor in _state(self)}
         self._program = _Program(graph, calls, wanted)
+        self._differs = graph.evaluation_differs
         self.train(graph.model.training)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """What the part gives, from what it takes."""
         if len(tensors) != len(self.takes):
             raise TypeError(f"this part takes {len(self.takes)} tensors, and was called with {len(tensors)}")
+        if self._differs is not None and not self.training:
+            raise TaskError(
+                f"The model makes other calls in evaluation than in training, first at {self._differs}, so its parts "
+                f"cannot evaluate. Let both take the same way, such as functional.dropout(x, training=self.training) "
+                f"in place of `if self.training`, or put that code into a module without modules of its own."
+            )
         return self._program.run(tensors, self.training)
 
 

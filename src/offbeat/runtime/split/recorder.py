@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from offbeat.errors import TaskError
 from offbeat.runtime.split.graph import Call, Held, Ref, flat, leaves, mapped
-from offbeat.runtime.split.sizes import TracedFloat, TracedInt, plain
+from offbeat.runtime.split.sizes import SizeCheck, TracedFloat, TracedInt, plain
 
 _OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 """Modules of torch.nn that are looked into; all others of it are layers."""
@@ -39,26 +38,6 @@ _METADATA = frozenset(
 )
 """Functions whose result is not a tensor, and does not depend on what is in one."""
 _HERE, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
-
-
-@dataclass(frozen=True)
-class SizeCheck:
-    """Checks that a decision that was taken on a size, or on a constant, is taken the same way for a later batch."""
-
-    operation: Callable[..., Any]
-    expected: Any
-    place: str
-
-    def __call__(self, *operands: Any, **keywords: Any) -> None:
-        """Raise an error if the decision is another one now."""
-        decided = self.operation(*operands, **keywords)
-        if decided != self.expected:
-            raise TaskError(
-                f"{self.place} depends on the size of the batch: {getattr(self.operation, '__name__', 'a decision')} "
-                f"was {self.expected!r} for the batch on which the model was captured, and is {decided!r} for this "
-                f"one, so other calls would be needed. Put that code into a module that is kept whole (a module "
-                f"without modules of its own, or one named in `kept`), or use batches of one size."
-            )
 
 
 class _Watched:

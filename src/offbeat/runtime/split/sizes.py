@@ -6,9 +6,43 @@ import builtins
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+
+from offbeat.errors import TaskError
+
+
+@dataclass
+class SizeCheck:
+    """Checks that a decision that was taken on a size, or on a constant, is taken the same way for a later batch."""
+
+    operation: Callable[..., Any]
+    """What was asked."""
+    expected: Any
+    """The answer for the batch on which the model was captured."""
+    place: str
+    """File and line of the code that asked."""
+    accepted: list[Any] = field(default_factory=list[Any], compare=False)
+    """Other answers that are known to make no difference."""
+    surprises: list[Any] | None = field(default=None, compare=False)
+    """Other answers, where they are to be collected rather than refused."""
+
+    def __call__(self, *operands: Any, **keywords: Any) -> None:
+        """Raise an error if the decision is another one now."""
+        decided = self.operation(*operands, **keywords)
+        if decided == self.expected or decided in self.accepted:
+            return
+        if self.surprises is not None:
+            self.surprises.append(decided)
+            return
+        raise TaskError(
+            f"{self.place} depends on the size of the batch: {getattr(self.operation, '__name__', 'a decision')} "
+            f"was {self.expected!r} for the batch on which the model was captured, and is {decided!r} for this one, so "
+            f"other calls would be needed. Put that code into a module that is kept whole (a module without modules of "
+            f"its own, or one named in `kept`), or use batches of one size."
+        )
 
 
 class Recording(Protocol):
@@ -95,9 +129,6 @@ for _kind in (TracedInt, TracedFloat):
     for _name, _method in _METHODS.items():
         if _kind is TracedInt or _name != "__index__":
             setattr(_kind, _name, _method)
-
-Traced = TracedInt | TracedFloat
-
 
 def plain(leaf: Any) -> Any:
     """A plain number in place of a traced one; anything else as it is."""
