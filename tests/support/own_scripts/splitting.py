@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +82,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def main() -> None:
     """Train, and save what came of it."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out")
     parser.add_argument("--model", default="mlp")
     parser.add_argument("--optimizer", default="SGD")
     parser.add_argument("--steps", type=int, default=20)
@@ -115,10 +113,8 @@ def main() -> None:
                 model.train()
             team.report(score=score)
         with team.averaged(model):
-            state = {name: value.tolist() for name, value in model.state_dict().items()}
-        words.out.mkdir(exist_ok=True)
-        mine = {"losses": losses, "model": state, "score": score}
-        (words.out / f"{team.rank}.json").write_text(json.dumps(mine))
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+        torch.save({"losses": losses, "model": state, "score": score}, f"{words.out}-{team.rank}.pt")
 
 
 main()
