@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from offbeat.errors import OffbeatError, TaskError, did_you_mean
 from offbeat.runtime.split.graph import Call, Graph, Held, Ref, ValueFacts, leaves, mapped
-from offbeat.runtime.split.recorder import Recorder, address, recording
+from offbeat.runtime.split.recorder import DataDependentError, Recorder, address, recording
 from offbeat.runtime.split.verify import verify
 
 
@@ -45,15 +45,17 @@ class _Chain:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = layers
 
-    def __call__(self, *values: Any) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
+        values: tuple[Any, ...] = inputs
+        result: Any = None
         for layer in self._layers:
             result = layer(*values)
-            values = result if isinstance(result, tuple) else (result,)
-        return values if len(values) > 1 else values[0]
+            values = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else (result,)
+        return result
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Generator[None]:
     """Leaves buffers and the state of random numbers afterwards as they were before."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with torch.random.fork_rng(devices=[]):
@@ -66,6 +68,38 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _captured(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozenset[str]) -> Graph:
+    """Capture a model as its code runs; or, if that depends on the data, as it runs under torch.compile.
+
+    Libraries such as transformers look at the data to save work, and leave that out where `torch.compiler` says that
+    the model is being compiled.
+    """
+    try:
+        graph = _in_both_modes(model, run, inputs, kept)
+    except DataDependentError as refusal:
+        try:
+            with _as_if_compiling():
+                graph = _in_both_modes(model, run, inputs, kept)
+        except Exception:
+            raise refusal from None
+    with undisturbed(model), torch.no_grad():
+        verify(graph, run, inputs)
+    return graph
+
+
+@contextmanager
+def _as_if_compiling() -> Generator[None]:
+    """Makes `torch.compiler.is_compiling()` true, as `torch.export` does while it traces."""
+    compiler = cast("Any", torch.compiler)
+    before = compiler._is_compiling_flag
+    compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before
+
+
+def _in_both_modes(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozenset[str]) -> Graph:
+    """The calls for training, with the arguments that differ in evaluation."""
     modes = {module: module.training for module in model.modules()}
     if not model.training:
         model.train()
@@ -74,12 +108,7 @@ def _captured(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozens
             graph = _recorded(model, run, inputs, kept)
         model.eval()
         with undisturbed(model), torch.enable_grad():
-            graph = _with_evaluation(graph, _recorded(model, run, inputs, kept))
-        for module, mode in modes.items():
-            module.training = mode
-        with undisturbed(model), torch.no_grad():
-            verify(graph, run, inputs)
-        return graph
+            return _with_evaluation(graph, _recorded(model, run, inputs, kept))
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -179,16 +208,18 @@ def _mark_repeatable(graph: Graph, recorder: Recorder) -> None:
 def _check_parameters(graph: Graph, output: Any) -> None:
     """Every parameter that gets a gradient must be one that the recorded calls use."""
     seen: set[Any] = set()
-    nodes = [leaf.grad_fn for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    nodes: list[Any] = [
+        leaf.grad_fn for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+    ]
     reached: set[int] = set()
     while nodes:
         node = nodes.pop()
-        if node in seen:
+        if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
             reached.add(id(node.variable))
-        nodes += [following for following, _ in node.next_functions if following is not None]
+        nodes += [following for following, _ in node.next_functions]
     used = {id(p) for call in graph.calls if call.module is not None for p in call.module.parameters()}
     used |= {id(graph.tensor(path)) for call in graph.calls for path in call.held()}
     for name, parameter in graph.model.named_parameters():

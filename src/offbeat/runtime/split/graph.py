@@ -120,9 +120,7 @@ class Graph:
 
     def producers(self) -> dict[int, int]:
         """Which call produces each value."""
-        return {
-            value: index for index, call in enumerate(self.calls) for value in call.results if value is not None
-        }
+        return {value: index for index, call in enumerate(self.calls) for value in call.results if value is not None}
 
     def outputs(self) -> tuple[int, ...]:
         """Values that the model returns, each once."""

@@ -39,12 +39,12 @@ class StagePart(nn.Module):
     """What it returns."""
     logical: dict[str, str]
     """For each of its parameters and buffers, the name that the model has for it."""
-    layer_names: tuple[str, ...]
+    layers: tuple[str, ...]
     """Names of its layers."""
 
     def __init__(self, graph: Graph, calls: Sequence[Call], layers: Sequence[str], wanted: _Wanted) -> None:
         super().__init__()
-        self.takes, self.gives, self.layer_names = wanted.takes, wanted.gives, tuple(layers)
+        self.takes, self.gives, self.layers = wanted.takes, wanted.gives, tuple(layers)
         _adopt(self, graph, calls)
         names = {id(tensor): name for name, tensor in _state(graph.model, remove_duplicate=True)}
         self.logical = {name: names.get(id(tensor), name) for name, tensor in _state(self)}
@@ -84,22 +84,21 @@ def assemble(graph: Graph, layers: Sequence[Layer], bounds: Sequence[int]) -> li
     return [StagePart(graph, *each) for each in zip(parts, names, wanted, strict=True)]
 
 
-def crossing_bytes(graph: Graph, layers: Sequence[Layer]) -> list[int]:
-    """Bytes that would cross a cut directly after each layer."""
+def crossing(graph: Graph, layers: Sequence[Layer]) -> list[list[int]]:
+    """Bytes of each value that would cross a cut directly after each layer."""
     producers = graph.producers()
     last_use = dict.fromkeys(graph.outputs(), len(graph.calls))
     for index, call in reversed(list(enumerate(graph.calls))):
         for number in call.refs():
             last_use.setdefault(number, index)
-    crossing: list[int] = []
-    for layer in layers:
-        alive = [
-            number
+    return [
+        [
+            graph.facts[number].nbytes
             for number, index in producers.items()
             if index < layer.stop <= last_use.get(number, -1) and not graph.calls[index].repeatable
         ]
-        crossing.append(sum(graph.facts[number].nbytes for number in alive))
-    return crossing
+        for layer in layers
+    ]
 
 
 def _with_repeats(graph: Graph, start: int, stop: int) -> list[Call]:

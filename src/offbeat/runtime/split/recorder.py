@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -37,6 +37,12 @@ _METADATA = frozenset(
     | {"is_conj", "is_neg", "data_ptr", "__dir__", "__repr__", "type", "__format__", "__get__", "has_names"}
 )
 """Functions whose result is not a tensor, and does not depend on what is in one."""
+
+
+class DataDependentError(TaskError):
+    """A model's code takes decisions that depend on what is in a batch."""
+
+
 _HERE, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
 
 
@@ -131,7 +137,7 @@ class Recorder(TorchFunctionMode):
         result = operation(*map(plain, operands))
         kind = TracedInt if isinstance(result, int) else TracedFloat
         traced = kind(self, len(self.values), result)
-        self._add(operation, operands, {}, (self._number(traced),), pure=True)
+        self._add(operation, mapped(operands, self.reference), {}, (self._number(traced),), pure=True)
         return traced
 
     def decide(self, operation: Callable[..., Any], *operands: Any) -> Any:
@@ -141,8 +147,8 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _check(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        references = mapped(args, self.reference)
-        key = (operation, *(leaf if isinstance(leaf, (Ref, Held, int, float)) else id(leaf) for leaf in references))
+        args, kwargs = mapped((args, kwargs), self.reference)
+        key = (operation, *(leaf if isinstance(leaf, (Ref, Held, int, float)) else id(leaf) for leaf in args))
         if key not in self._checks:
             self._checks.add(key)
             self._add(SizeCheck(operation, result, _place()), args, kwargs, ())
@@ -155,7 +161,7 @@ class Recorder(TorchFunctionMode):
         dimension %= tensor.dim()
         if (number, dimension) not in self._sizes:
             size = TracedInt(self, len(self.values), tensor.size(dimension))
-            self._add(Tensor.size, (tensor, dimension), {}, (self._number(size),), pure=number in self.inputs)
+            self._add(Tensor.size, (Ref(number), dimension), {}, (self._number(size),), pure=number in self.inputs)
             self._sizes[number, dimension] = size
         return self._sizes[number, dimension]
 
@@ -196,6 +202,8 @@ class Recorder(TorchFunctionMode):
         tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         name = getattr(func, "__name__", "")
         watched = _Watched(tensors)
+        # Taken now: a function that works in place returns its argument, which then stands for its result.
+        references = mapped((args, kwargs), self.reference)
         from_data = self._from_data(arguments) and name not in _SIZE_ONLY
         random = None if from_data else torch.random.get_rng_state()
         result = self._run(func, args, kwargs)
@@ -212,7 +220,7 @@ class Recorder(TorchFunctionMode):
         numbers = self._results(results, from_data or random_now or held)
         pure = not (from_data or random_now or held or changed)
         starts = any(id(tensor) in self._trained for tensor in tensors)
-        self._add(func, args, kwargs, numbers, pure=pure, starts=starts)
+        self._add(func, references[0], references[1], numbers, pure=pure, starts=starts)
         self.mutations += [(len(self.calls) - 1, address(tensor)) for tensor in changed]
         return result
 
@@ -222,7 +230,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
 
     @contextmanager
-    def _pause(self) -> Iterator[None]:
+    def _pause(self) -> Generator[None]:
         was, self._paused = self._paused, True
         try:
             yield
@@ -249,9 +257,7 @@ class Recorder(TorchFunctionMode):
         pure: bool = False,
         starts: bool = False,
     ) -> None:
-        # References are taken before results replace what had the same identity, as in-place functions return it.
-        fresh = {number for number in results if number is not None}
-        args, kwargs = mapped((args, kwargs), lambda leaf: self._older(leaf, fresh))
+        """Record a call whose arguments are references already."""
         autocast = _autocast()
         self.calls.append(
             Call(
@@ -269,14 +275,6 @@ class Recorder(TorchFunctionMode):
         if pure:
             self.pure.add(len(self.calls) - 1)
 
-    def _older(self, leaf: Any, fresh: set[int]) -> Any:
-        """The reference to an argument, not to the result that may be the same object."""
-        reference = self.reference(leaf)
-        if isinstance(reference, Ref) and reference.number in fresh:
-            earlier = [n for n, value in enumerate(self.values) if value is leaf and n not in fresh]
-            return Ref(earlier[-1])
-        return reference
-
     def _leaves_torch(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, from_data: bool
     ) -> None:
@@ -286,12 +284,9 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if from_data:
             _refuse_reading(name, self._stack[-1] if self._stack else "")
-        if isinstance(result, (bool, int, float, complex, str, list)):
-            self._check(func, args, kwargs, result)
-        elif isinstance(result, (tuple,)):
-            self._check(func, args, kwargs, result)
-        else:
+        if not isinstance(result, (bool, int, float, complex, str, list, tuple)):
             _refuse_reading(name, self._stack[-1] if self._stack else "")
+        self._check(func, args, kwargs, result)
 
     # -- modules
 
@@ -305,10 +300,12 @@ class Recorder(TorchFunctionMode):
                 random = torch.random.get_rng_state()
                 arguments = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
                 tensors = _Watched(arguments)
+                references = mapped((args, kwargs), self.reference)
                 result = self._run(module, args, kwargs)
                 results = flat(result)
                 if all(leaf is None or isinstance(leaf, Tensor) for leaf in results):
-                    self._add(module, args, kwargs, self._results(results, True), name=path, starts=True)
+                    numbers = self._results(results, True)
+                    self._add(module, references[0], references[1], numbers, name=path, starts=True)
                     self.mutations += [(len(self.calls) - 1, address(tensor)) for tensor in tensors.changed()]
                     return result
                 torch.random.set_rng_state(random)
@@ -334,14 +331,15 @@ class Recorder(TorchFunctionMode):
             return run(*args, **kwargs)
         if function.__name__ == "CheckpointFunction":
             return args[0](*args[2:])
-        return self._record(function.apply, args, kwargs)
+        with self._pause():
+            return self._record(run, args, kwargs)
 
 
 _SHAPE = cast("Any", Tensor).shape.__get__
 
 
 @contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
+def recording(recorder: Recorder) -> Generator[None]:
     """While it lasts, modules and functions that this thread calls are recorded."""
     thread = threading.get_ident()
     module_type, function_type = cast("Any", nn.Module), cast("Any", torch.autograd.Function)
@@ -379,7 +377,7 @@ def _autocast() -> tuple[bool, torch.dtype]:
 
 def _refuse_reading(name: str, path: str) -> NoReturn:
     what = {"__bool__": "branches on", "item": "reads a number out of", "tolist": "reads numbers out of"}
-    raise TaskError(
+    raise DataDependentError(
         f"{_place()}{f' (in {path})' if path else ''} {what.get(name, f'takes out of torch (by {name})')} a tensor "
         f"that depends on the data, so another batch may need other calls, and the model cannot be captured. Compute "
         f"it with tensors only (torch.where in place of `if`), or put that code into a module that is kept whole: a "
