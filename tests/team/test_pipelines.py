@@ -11,7 +11,7 @@ import pytest
 from own_scripts.running import left, run_script, same
 from safetensors.torch import load_file
 
-from offbeat.errors import StrategyError, WorkerError
+from offbeat.errors import StrategyError, UsageError, WorkerError
 from offbeat.run.drive import drive
 from offbeat.run.job import Job, resolve, target_of
 from offbeat.runtime.launch import Launcher
@@ -82,10 +82,9 @@ def test_a_run_moves_from_stages_to_one_process_and_back(launcher: Launcher, tmp
     run: Path | None = None
     result: dict[str, Any] = {}
     for strategy, workers, steps in (("pipeline(2)", 2, 7), ("single", 1, 13), ("pipeline(2)", 2, 20)):
-        folder = tmp_path / f"until-{steps}"
-        result = trained(launcher, folder, strategy, workers, *words, steps=steps, resume=run)[0]
+        result = trained(launcher, tmp_path, strategy, workers, *words, steps=steps, resume=run)[0]
         losses += result["losses"]
-        run = run or next((folder / "runs").glob("2*"))
+        run = run or next((tmp_path / "runs").glob("2*"))
     assert_same(expected, result | {"losses": losses})
 
 
@@ -134,7 +133,7 @@ def test_a_task_learns_in_stages_as_it_does_alone(launcher: Launcher, tmp_path: 
 def test_what_cannot_be_trained_in_stages_is_refused(
     launcher: Launcher, tmp_path: Path, words: list[str], strategy: str, message: str
 ) -> None:
-    with pytest.raises(WorkerError, match=message):
+    with pytest.raises(UsageError, match=message):
         trained(launcher, tmp_path, strategy, 2, *words)
 
 
