@@ -93,6 +93,7 @@ RESULT = [
     "disturbances",
     "choices",
     "optimizer_bytes",
+    "split",
     "gossip",
     "compression",
     "pays",

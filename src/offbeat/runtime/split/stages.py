@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,11 +14,13 @@ from offbeat.protocols.pipelines.cut import LayerCost, PipelineCut, as_cut, best
 from offbeat.runtime.split.capture import capture, capture_layers
 from offbeat.runtime.split.graph import Graph, Layer, Ref, leaves, mapped
 from offbeat.runtime.split.layer_costs import measured_costs, sizes_only
-from offbeat.runtime.split.parts import StagePart, Value, assemble
+from offbeat.runtime.split.parts import StagePart, Value, assemble, crossing
 
 __all__ = ["SplitModel", "StagePart", "Value", "split_model"]
 
-SLACK = 0.02
+MESSAGE = 4_096
+"""Bytes that take about as long to send as it takes to send one more value, however small."""
+SLACK = 0.03
 """Share by which the slowest part may be slower than the least possible, in favour of fewer bytes sent: times that are
 measured differ by about as much from one measurement to the next."""
 
@@ -102,21 +104,28 @@ def split_model(
         memory_limit: Bytes that the parameters of a part, and what it keeps for one microbatch, may need.
         bounds: Where to cut, instead of measuring: the first layer of each part, and the number of layers.
         layers: Modules that, run one after another, are the model; instead of looking for layers.
+
     """
     if layers is not None:
         graph = capture_layers(model, inputs, layers)
     else:
         graph = capture(model, inputs, frozenset(kept or ()))
     chain = graph.layers()
+    _check_layers(graph, chain, parts)
     if bounds is None:
         costs = measured_costs(graph, chain, inputs)
-        cut = best_cut(costs, parts, memory_limit, slack=SLACK)
+        sent = [
+            replace(cost, activation_bytes=cost.activation_bytes + MESSAGE * len(values))
+            for cost, values in zip(costs, crossing(graph, chain), strict=True)
+        ]
+        cut = best_cut(sent, parts, memory_limit, slack=SLACK)
     else:
         costs = sizes_only(graph, chain)
         cut = as_cut(costs, bounds)
         if cut.parts != parts:
             raise TaskError(f"bounds={tuple(bounds)} cut into {cut.parts} parts, but {parts} were asked for.")
     made = assemble(graph, chain, cut.bounds)
+    _check_buffers(graph, made)
     return SplitModel(made, cut, costs, _tied(graph.model, made), _numbered(graph))
 
 
@@ -130,12 +139,34 @@ def _tied(model: nn.Module, parts: Sequence[StagePart]) -> list[tuple[tuple[int,
     return [group for group in groups if len({number for number, _ in group}) > 1]
 
 
+def _check_buffers(graph: Graph, parts: Sequence[StagePart]) -> None:
+    """Refuse a buffer that several parts would change, each its own copy."""
+    for name in sorted(graph.changing):
+        buffer = graph.tensor(name)
+        users = [n for n, part in enumerate(parts) if any(buffer is other for other in part.buffers())]
+        if len(users) > 1:
+            module = name.rpartition(".")[0] or type(graph.model).__name__
+            raise TaskError(
+                f"Module {module} is used by parts {' and '.join(map(str, users))}, and each use changes its buffer "
+                f"{name!r}, of which every part would have its own. Make a module for each use, or cut elsewhere."
+            )
+
+
+def _check_layers(graph: Graph, layers: Sequence[Layer], parts: int) -> None:
+    """Say which layers work in place where that is why there are too few of them."""
+    if parts <= len(layers) or not graph.glued:
+        return
+    first, last, place = graph.glued[0]
+    names = [call.name or type(graph.model).__name__ for call in graph.calls[first : last + 1]]
+    raise TaskError(
+        f"The model has {len(layers)} layers that can be separated, too few for {parts} parts. Some cannot be, because "
+        f"a value that would cross the cut is changed in place: {names[0]} to {names[-1]}, changed at {place}. Use "
+        f"functions that return a new tensor (`x = x + y` for `x += y`, ReLU() for ReLU(inplace=True)), or ask for at "
+        f"most {len(layers)} parts."
+    )
+
+
 def _numbered(graph: Graph) -> Any:
     """The model's output with references to what the last part gives."""
     place = {number: index for index, number in enumerate(graph.outputs())}
     return mapped(graph.output, lambda leaf: Ref(place[leaf.number]) if isinstance(leaf, Ref) else leaf)
-
-
-def layer_names(layers: Sequence[Layer]) -> list[str]:
-    """Names of the layers."""
-    return [layer.name for layer in layers]
