@@ -189,4 +189,4 @@ class _Painter:
         if not self._pipeline:
             return "a message, from its first byte out to its last byte in"
         chunks = any(each.later for each in self._timeline.intervals)
-        return f"a message; numbers are microbatches{', a is the first chunk, and later ones are lighter' if chunks else ''}"
+        return f"a message; numbers are microbatches{', a the first chunk, b the next' if chunks else ''}"
