@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -69,6 +69,7 @@ class SplitWork:
         self._state: SplitState | None = None
         self._executor: StageExecutor | None = None
         self._stand_ins: StandIns | None = None
+        self._between: Sequence[nn.Module] | None = None
         self._steps = 0
         self._evenness = 0.0
         self._layers: tuple[tuple[str, str], ...] = ()
@@ -111,8 +112,11 @@ class SplitWork:
         if self._guard is not None:
             self._guard.remove()
 
-    def step_of(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-        """The function for one step of this model."""
+    def step_of(
+        self, model: nn.Module, criterion: Callable[[Any, Any], Tensor], layers: Sequence[nn.Module] | None
+    ) -> Callable[[Any, Any], Tensor]:
+        """The function for one step of this model, which may be cut between these layers."""
+        self._between = layers
 
         def step(inputs: Any, target: Any) -> Tensor:
             if model is not self._model:
@@ -158,13 +162,13 @@ class SplitWork:
         figures = torch.zeros(1, dtype=torch.float64)
         split = None
         if self._world.rank == 0:
-            split = split_model(model, (inputs,), parts)
+            split = split_model(model, (inputs,), parts, layers=self._between)
             bounds, figures = torch.tensor(split.bounds), torch.tensor([split.cut.evenness], dtype=torch.float64)
         with self._stopwatch.spent_on("communicate"):
             self._world.share(bounds, "where the model is cut")
             self._evenness = float(self._world.share(figures, "where the model is cut"))
         if split is None:
-            split = split_model(model, (inputs,), parts, bounds=bounds.tolist())
+            split = split_model(model, (inputs,), parts, bounds=bounds.tolist(), layers=self._between)
         self._watch()
         stages = [split.parts[stage :: pipeline.stages] for stage in range(pipeline.stages)]
         self._layers = tuple((split.costs[layers[0]].name, split.costs[layers[-1]].name) for layers in split.cut.ranges)
