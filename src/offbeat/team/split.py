@@ -16,6 +16,7 @@ from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.settings import Goal
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.split.executor import PipelineShape, StageExecutor, examples_of
+from offbeat.runtime.split.foreign_gradient import ForeignGradients
 from offbeat.runtime.split.gradients import StandIns
 from offbeat.runtime.split.mesh import Mesh, MeshPlace
 from offbeat.runtime.split.messages import Bundles
@@ -69,6 +70,7 @@ class SplitWork:
         self._state: SplitState | None = None
         self._executor: StageExecutor | None = None
         self._stand_ins: StandIns | None = None
+        self._foreign: ForeignGradients | None = None
         self._between: Sequence[nn.Module] | None = None
         self._steps = 0
         self._evenness = 0.0
@@ -138,6 +140,8 @@ class SplitWork:
             loss = executor.step(batch, criterion, count)
             self._sum_tied(executor, stand_ins)
         stand_ins.deliver()
+        if self._foreign is not None:
+            self._foreign.give()
         self._steps += 1
         return loss
 
@@ -184,6 +188,7 @@ class SplitWork:
         self._state.shed()
         self._stand_ins = StandIns(model, self._state.own)
         self._executor.weights = self._stand_ins.stand_ins
+        self._foreign = ForeignGradients(self._state, self._holdings.optimizers)
 
     def _sum_tied(self, executor: StageExecutor, stand_ins: StandIns) -> None:
         """Sum the gradients of parameters that several stages use, on all of these, in the order of the stages."""
@@ -227,6 +232,12 @@ class SplitWork:
             if self._state is not None:
                 stack.enter_context(self._state.whole(optimizers=True))
             yield
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._unwatch()
+        if self._foreign is not None:
+            self._foreign.close()
 
     def notes(self) -> dict[str, Any]:
         """What each stage has and how long it computed, for the result. Collective."""

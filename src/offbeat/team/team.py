@@ -291,8 +291,9 @@ class Team:
             if isinstance(membership := work.group.membership, StaticMembership):
                 membership.depart(failed=not done)
             publishes = self._boundaries.publishes
+            splits = () if work.split is None else (work.split,)
             gauges = () if work.gauge is None else (work.gauge,)
-            for part in (self._adoption, *gauges, work.watch, work.pace, work.exchange, work.memory):
+            for part in (self._adoption, *splits, *gauges, work.watch, work.pace, work.exchange, work.memory):
                 part.close()
             if publishes:
                 work.memory.publish_complete(at_end=True)
