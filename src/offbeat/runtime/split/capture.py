@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.errors import OffbeatError, TaskError, did_you_mean
-from offbeat.runtime.split.graph import Call, Graph, Held, Ref, ValueFacts, leaves, mapped
+from offbeat.runtime.split.graph import Call, Graph, Held, Ref, ValueFacts, copied, leaves, mapped
 from offbeat.runtime.split.recorder import DataDependentError, Recorder, address, recording
 from offbeat.runtime.split.verify import verify
 
@@ -116,7 +116,7 @@ def _in_both_modes(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: fr
 
 def _recorded(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozenset[str]) -> Graph:
     recorder = Recorder(model, kept)
-    mapped(inputs, recorder.add_input)
+    inputs = mapped(copied(inputs), recorder.add_input)
     before = {name: id(buffer) for name, buffer in model.named_buffers()}
     versions = {name: buffer._version for name, buffer in model.named_buffers()}  # pyright: ignore[reportPrivateUsage]
     try:
@@ -135,7 +135,8 @@ def _recorded(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozens
                 f"not see. Change the buffer in place instead, such as `self.{name}.copy_(...)`."
             )
     changing = frozenset(name for name, buffer in after.items() if buffer._version != versions[name])  # pyright: ignore[reportPrivateUsage]
-    graph = Graph(model, tuple(recorder.inputs), recorder.calls, _facts(recorder), _output(output, recorder, model))
+    returned = _output(output, recorder, model)
+    graph = Graph(model, tuple(recorder.inputs), recorder.calls, _facts(recorder), returned)
     graph.changing = changing
     graph.glued = _glued(graph, recorder)
     _mark_repeatable(graph, recorder)
@@ -160,7 +161,9 @@ def _output(output: Any, recorder: Recorder, model: nn.Module) -> Any:
 
     def reference(leaf: Any) -> Any:
         reference = recorder.reference(leaf)
-        if isinstance(reference, (Ref, Held)) or leaf is None or isinstance(leaf, (bool, int, float, str)):
+        if isinstance(reference, (Held, Tensor)):
+            return recorder.give(leaf, reference)
+        if isinstance(reference, Ref) or leaf is None or isinstance(leaf, (bool, int, float, str)):
             return reference
         raise TaskError(
             f"{type(model).__name__} returns a {type(leaf).__name__}, which cannot be sent from part to part. Let it "

@@ -173,3 +173,8 @@ def mapped(structure: Any, change: Callable[[Any], Any]) -> Any:
 def flat(result: Any) -> Sequence[Any]:
     """The leaves of a call's result, in a fixed order."""
     return list(leaves(result))
+
+
+def copied(inputs: Any) -> Any:
+    """The same inputs in memory of their own, for a model that changes its inputs."""
+    return mapped(inputs, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offbeat.protocols.pipelines.cut import LayerCost
 from offbeat.runtime.split.capture import undisturbed
-from offbeat.runtime.split.graph import Graph, Layer, leaves
+from offbeat.runtime.split.graph import Graph, Layer, copied, leaves
 from offbeat.runtime.split.parts import INPUT, StagePart, assemble, crossing
 
 WARM_UP = 2
@@ -43,7 +43,7 @@ def measured_costs(graph: Graph, layers: Sequence[Layer], inputs: tuple[Any, ...
     parts = assemble(graph, layers, range(len(layers) + 1))
     values: dict[tuple[int, int], Tensor] = {
         (INPUT, index): tensor
-        for index, tensor in enumerate(leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor))
+        for index, tensor in enumerate(leaf for leaf in leaves(copied(inputs)) if isinstance(leaf, Tensor))
     }
     taken: list[list[Tensor]] = []
     saved: list[int] = []

@@ -50,7 +50,7 @@ class StagePart(nn.Module):
         self.logical = {name: names.get(id(tensor), name) for name, tensor in _state(self)}
         self._program = _Program(graph, calls, wanted)
         self._differs = graph.evaluation_differs
-        self.train(graph.model.training)
+        self.training = graph.model.training  # Not its modules', which are the model's own.
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """What the part gives, from what it takes."""

@@ -115,6 +115,12 @@ class Recorder(TorchFunctionMode):
         self._constants.append(leaf)
         return leaf
 
+    def give(self, leaf: Tensor, reference: Held | Tensor) -> Ref:
+        """A parameter, buffer or constant that the model returns, as a value."""
+        number = self._number(leaf)
+        self._add(_itself, (reference,), {}, (number,))
+        return Ref(number)
+
     def _number(self, value: Any) -> int:
         self.values.append(value)
         number = len(self.values) - 1
@@ -295,7 +301,7 @@ class Recorder(TorchFunctionMode):
         path = self._paths.get(id(module))
         if self._paused or path is None:
             return run(module, *args, **kwargs)
-        if self._is_layer(module, path, (args, kwargs)):
+        if path in self._kept or self._is_layer(module, path, (args, kwargs)):
             with self._pause():
                 random = torch.random.get_rng_state()
                 arguments = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -308,6 +314,8 @@ class Recorder(TorchFunctionMode):
                     self._add(module, references[0], references[1], numbers, name=path, starts=True)
                     self.mutations += [(len(self.calls) - 1, address(tensor)) for tensor in tensors.changed()]
                     return result
+                if path in self._kept:
+                    raise TaskError(_not_tensors(path, results))
                 torch.random.set_rng_state(random)
         self._stack.append(path)
         try:
@@ -316,8 +324,6 @@ class Recorder(TorchFunctionMode):
             self._stack.pop()
 
     def _is_layer(self, module: nn.Module, path: str, arguments: Any) -> bool:
-        if path in self._kept:
-            return True
         if not path or not all(isinstance(leaf, _PLAIN) for leaf in leaves(arguments)):
             return False
         if next(module.children(), None) is None:
@@ -371,6 +377,10 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _autocast() -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
@@ -394,3 +404,11 @@ def _place() -> str:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "torch's own code"
+
+
+def _not_tensors(path: str, results: Sequence[Any]) -> str:
+    kinds = sorted({type(leaf).__name__ for leaf in results if leaf is not None and not isinstance(leaf, Tensor)})
+    return (
+        f"Module {path} is to be kept whole, and returns {' and '.join(kinds)}, which cannot cross a cut: only tensors "
+        f"can. Let it return tensors, alone or in tuples, lists and dictionaries, or do not keep it."
+    )
