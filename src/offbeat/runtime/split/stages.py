@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from offbeat.errors import TaskError
 from offbeat.protocols.pipelines.cut import LayerCost, PipelineCut, as_cut, best_cut
 from offbeat.runtime.split.capture import capture, capture_layers
-from offbeat.runtime.split.graph import Graph, Layer, Ref, leaves, mapped
+from offbeat.runtime.split.graph import Graph, ModelLayer, Ref, leaves, mapped
 from offbeat.runtime.split.layer_costs import measured_costs, sizes_only
 from offbeat.runtime.split.parts import StagePart, Value, assemble, crossing
 
@@ -162,7 +162,7 @@ def _check_buffers(graph: Graph, parts: Sequence[StagePart]) -> None:
             )
 
 
-def _check_layers(graph: Graph, layers: Sequence[Layer], parts: int) -> None:
+def _check_layers(graph: Graph, layers: Sequence[ModelLayer], parts: int) -> None:
     """Say which layers work in place where that is why there are too few of them."""
     if parts <= len(layers) or not graph.glued:
         return
