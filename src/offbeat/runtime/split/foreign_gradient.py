@@ -27,7 +27,7 @@ class ForeignGradient(Tensor):
     norm_of: Callable[[float], float]
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, norm_of: Callable[[float], float]) -> ForeignGradient:
+    def __new__(cls: type[ForeignGradient], parameter: Tensor, norm_of: Callable[[float], float]) -> ForeignGradient:
         """A tensor of the parameter's shape."""
         made = Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         made.norm_of = norm_of
@@ -36,7 +36,7 @@ class ForeignGradient(Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"ForeignGradient(shape={tuple(self.shape)})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage, reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(
