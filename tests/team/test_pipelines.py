@@ -88,6 +88,12 @@ def test_a_run_moves_from_stages_to_one_process_and_back(launcher: Launcher, tmp
     assert_same(expected, result | {"losses": losses})
 
 
+def test_clipping_by_the_global_norm_sees_all_stages(launcher: Launcher, tmp_path: Path, shared: Path) -> None:
+    words = ["--model", "words", "--optimizer", "SGD", "--clip"]
+    for result in trained(launcher, tmp_path, "pipeline(2)", 2, *words):
+        assert_same(alone(launcher, shared, *words), result)
+
+
 def test_a_killed_stage_is_named_and_the_run_can_be_resumed(launcher: Launcher, tmp_path: Path, shared: Path) -> None:
     goal = {"disturb": ("worker 1: kill at step 9",), "checkpoint_every": 4}
     with pytest.raises(WorkerError, match="worker 1"):

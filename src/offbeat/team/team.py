@@ -8,7 +8,7 @@ requested, everything before it is done: there checkpoints are written and runs 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
@@ -155,14 +155,20 @@ class Team:
         self._boundaries.at_report()
         return self.stopping
 
-    def pipeline(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+    def pipeline(
+        self,
+        model: nn.Module,
+        criterion: Callable[[Any, Any], Tensor],
+        layers: Sequence[nn.Module] | None = None,
+    ) -> Callable[[Any, Any], Tensor]:
         """A function `loss = step(inputs, target)`, in place of forward and backward, for a model that may be split.
 
         `criterion(output, target)` is a mean over the examples of a batch. Under a strategy with `pipeline` the model
-        is cut into stages in the first call; under any other, the function calls the model and backward.
+        is cut into stages in the first call; under any other, the function calls the model and backward. `layers` are
+        modules of the model between which it may be cut, if they are not to be found (see `Task.stages`).
         """
         if self._place.split is not None:
-            return self._place.split.step_of(model, criterion)
+            return self._place.split.step_of(model, criterion, layers)
 
         def step(inputs: Any, target: Any) -> Tensor:
             loss = criterion(model(inputs), target)
@@ -285,8 +291,9 @@ class Team:
             if isinstance(membership := work.group.membership, StaticMembership):
                 membership.depart(failed=not done)
             publishes = self._boundaries.publishes
+            splits = () if work.split is None else (work.split,)
             gauges = () if work.gauge is None else (work.gauge,)
-            for part in (self._adoption, *gauges, work.watch, work.pace, work.exchange, work.memory):
+            for part in (self._adoption, *splits, *gauges, work.watch, work.pace, work.exchange, work.memory):
                 part.close()
             if publishes:
                 work.memory.publish_complete(at_end=True)

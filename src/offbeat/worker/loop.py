@@ -110,7 +110,7 @@ def train(task: Task, team: Team) -> None:
     model, optimizer, batches = team.prepare(model, optimizer, batches)
     if schedule is not None:
         team.prepare(schedule)
-    step = team.pipeline(model, task.criterion) if team.strategy.split else None
+    step = team.pipeline(model, task.criterion, task.stages(model)) if team.strategy.split else None
     validate = _scorer(task, model, team, data.validation)
     judged = -1
     check_noise = checks(task, model, team) if team.goal.gauge else None

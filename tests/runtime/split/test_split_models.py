@@ -127,7 +127,9 @@ def test_inputs_of_the_model_are_taken_from_the_batch_by_every_part_that_needs_t
     make, batch_of = MODELS["translator"]
     model = make()
     split = even(model, batch_of(4, 6), 4)
-    users = {value.index: number for number, part in enumerate(split.parts) for value in part.takes if value.producer < 0}
+    users = {
+        value.index: number for number, part in enumerate(split.parts) for value in part.takes if value.producer < 0
+    }
     assert users[1] > 0
     assert not any(value.differentiable for part in split.parts for value in part.takes if value.producer < 0)
 

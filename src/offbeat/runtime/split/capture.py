@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.errors import OffbeatError, TaskError, did_you_mean
-from offbeat.runtime.split.graph import Call, Graph, Held, Ref, ValueFacts, leaves, mapped
-from offbeat.runtime.split.recorder import DataDependentError, Recorder, address, recording
+from offbeat.runtime.split.graph import Graph, ModelCall, OwnTensor, Ref, ValueFacts, copied, leaves, mapped
+from offbeat.runtime.split.recorder import CallRecorder, DataDependentError, address, recording
 from offbeat.runtime.split.verify import verify
 
 
@@ -115,8 +115,8 @@ def _in_both_modes(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: fr
 
 
 def _recorded(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozenset[str]) -> Graph:
-    recorder = Recorder(model, kept)
-    mapped(inputs, recorder.add_input)
+    recorder = CallRecorder(model, kept)
+    inputs = mapped(copied(inputs), recorder.known.add_input)
     before = {name: id(buffer) for name, buffer in model.named_buffers()}
     versions = {name: buffer._version for name, buffer in model.named_buffers()}  # pyright: ignore[reportPrivateUsage]
     try:
@@ -135,7 +135,8 @@ def _recorded(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozens
                 f"not see. Change the buffer in place instead, such as `self.{name}.copy_(...)`."
             )
     changing = frozenset(name for name, buffer in after.items() if buffer._version != versions[name])  # pyright: ignore[reportPrivateUsage]
-    graph = Graph(model, tuple(recorder.inputs), recorder.calls, _facts(recorder), _output(output, recorder, model))
+    returned = _output(output, recorder, model)
+    graph = Graph(model, tuple(recorder.known.inputs), recorder.calls, _facts(recorder), returned)
     graph.changing = changing
     graph.glued = _glued(graph, recorder)
     _mark_repeatable(graph, recorder)
@@ -143,10 +144,10 @@ def _recorded(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozens
     return _without_unused_sizes(graph)
 
 
-def _facts(recorder: Recorder) -> dict[int, ValueFacts]:
+def _facts(recorder: CallRecorder) -> dict[int, ValueFacts]:
     """What is known of each value, once nothing changes any more."""
     facts: dict[int, ValueFacts] = {}
-    for number, value in enumerate(recorder.values):
+    for number, value in enumerate(recorder.known.values):
         if isinstance(value, Tensor):
             floating = value.is_floating_point() or value.is_complex()
             facts[number] = ValueFacts(value.nbytes, floating and value.requires_grad)
@@ -155,12 +156,14 @@ def _facts(recorder: Recorder) -> dict[int, ValueFacts]:
     return facts
 
 
-def _output(output: Any, recorder: Recorder, model: nn.Module) -> Any:
+def _output(output: Any, recorder: CallRecorder, model: nn.Module) -> Any:
     """The model's output with references in place of tensors."""
 
     def reference(leaf: Any) -> Any:
-        reference = recorder.reference(leaf)
-        if isinstance(reference, (Ref, Held)) or leaf is None or isinstance(leaf, (bool, int, float, str)):
+        reference = recorder.known.reference(leaf)
+        if isinstance(reference, (OwnTensor, Tensor)):
+            return recorder.give(leaf)
+        if isinstance(reference, Ref) or leaf is None or isinstance(leaf, (bool, int, float, str)):
             return reference
         raise TaskError(
             f"{type(model).__name__} returns a {type(leaf).__name__}, which cannot be sent from part to part. Let it "
@@ -171,9 +174,9 @@ def _output(output: Any, recorder: Recorder, model: nn.Module) -> Any:
     return mapped(output, reference)
 
 
-def _glued(graph: Graph, recorder: Recorder) -> list[tuple[int, int, str]]:
+def _glued(graph: Graph, recorder: CallRecorder) -> list[tuple[int, int, str]]:
     """Calls that must stay together because one of them changes in place what the others use."""
-    addresses = {n: address(value) for n, value in enumerate(recorder.values) if isinstance(value, Tensor)}
+    addresses = {n: address(value) for n, value in enumerate(recorder.known.values) if isinstance(value, Tensor)}
     ranges: list[tuple[int, int, str]] = []
     for changing, storage in dict.fromkeys(recorder.mutations):
         if not storage:
@@ -190,11 +193,11 @@ def _glued(graph: Graph, recorder: Recorder) -> list[tuple[int, int, str]]:
     return ranges
 
 
-def _holds(graph: Graph, call: Call, storage: int) -> bool:
+def _holds(graph: Graph, call: ModelCall, storage: int) -> bool:
     return any(address(graph.tensor(path)) == storage for path in call.held())
 
 
-def _mark_repeatable(graph: Graph, recorder: Recorder) -> None:
+def _mark_repeatable(graph: Graph, recorder: CallRecorder) -> None:
     """Mark calls that depend on sizes of the model's inputs and on constants only: any part may repeat them."""
     together = {index for first, last, _ in graph.glued for index in range(first, last + 1)}
     available: set[int] = set()
@@ -275,9 +278,9 @@ def _difference(graph: Graph, evaluation: Graph) -> str | None:
 
 
 def _references(arguments: Any) -> list[Any]:
-    if isinstance(arguments, Call):
+    if isinstance(arguments, ModelCall):
         arguments = (arguments.args, arguments.kwargs)
-    return [leaf for leaf in leaves(arguments) if isinstance(leaf, (Ref, Held))]
+    return [leaf for leaf in leaves(arguments) if isinstance(leaf, (Ref, OwnTensor))]
 
 
 def _same(arguments: Any, others: Any) -> bool:

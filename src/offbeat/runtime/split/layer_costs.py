@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offbeat.protocols.pipelines.cut import LayerCost
 from offbeat.runtime.split.capture import undisturbed
-from offbeat.runtime.split.graph import Graph, Layer, leaves
+from offbeat.runtime.split.graph import Graph, ModelLayer, copied, leaves
 from offbeat.runtime.split.parts import INPUT, StagePart, assemble, crossing
 
 WARM_UP = 2
@@ -26,7 +26,7 @@ BUDGET = 10.0
 """Seconds of measuring after which the fewest runs are enough."""
 
 
-def sizes_only(graph: Graph, layers: Sequence[Layer]) -> list[LayerCost]:
+def sizes_only(graph: Graph, layers: Sequence[ModelLayer]) -> list[LayerCost]:
     """The bytes of each layer; no times."""
     parts = assemble(graph, layers, range(len(layers) + 1))
     return [
@@ -35,7 +35,7 @@ def sizes_only(graph: Graph, layers: Sequence[Layer]) -> list[LayerCost]:
     ]
 
 
-def measured_costs(graph: Graph, layers: Sequence[Layer], inputs: tuple[Any, ...]) -> list[LayerCost]:
+def measured_costs(graph: Graph, layers: Sequence[ModelLayer], inputs: tuple[Any, ...]) -> list[LayerCost]:
     """The bytes of each layer, and the medians of its times forward and backward.
 
     The layers are timed in turn, again and again, so that whatever else the machine does meanwhile hits all of them.
@@ -43,7 +43,7 @@ def measured_costs(graph: Graph, layers: Sequence[Layer], inputs: tuple[Any, ...
     parts = assemble(graph, layers, range(len(layers) + 1))
     values: dict[tuple[int, int], Tensor] = {
         (INPUT, index): tensor
-        for index, tensor in enumerate(leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor))
+        for index, tensor in enumerate(leaf for leaf in leaves(copied(inputs)) if isinstance(leaf, Tensor))
     }
     taken: list[list[Tensor]] = []
     saved: list[int] = []

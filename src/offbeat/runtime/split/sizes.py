@@ -45,7 +45,7 @@ class SizeCheck:
         )
 
 
-class Recording(Protocol):
+class SizeRecorder(Protocol):
     """Where operations on sizes are recorded."""
 
     def compute(self, operation: Callable[..., Any], *operands: Any) -> Any:
@@ -129,7 +129,7 @@ _METHODS: dict[str, Any] = {
 class TracedInt(torch.SymInt):
     """A size as the model's code sees it. torch takes it wherever it takes an integer."""
 
-    def __init__(self, recording: Recording, number: int, value: int) -> None:
+    def __init__(self, recording: SizeRecorder, number: int, value: int) -> None:
         # The base class's `node` is for torch's own tracing, which never sees these.
         self.recording, self.number, self.value = recording, number, value
 
@@ -137,7 +137,7 @@ class TracedInt(torch.SymInt):
 class TracedFloat(torch.SymFloat):
     """A fraction that was computed from sizes."""
 
-    def __init__(self, recording: Recording, number: int, value: float) -> None:
+    def __init__(self, recording: SizeRecorder, number: int, value: float) -> None:
         self.recording, self.number, self.value = recording, number, value
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from offbeat.errors import TaskError
 from offbeat.protocols.pipelines.cut import LayerCost, PipelineCut, as_cut, best_cut
 from offbeat.runtime.split.capture import capture, capture_layers
-from offbeat.runtime.split.graph import Graph, Layer, Ref, leaves, mapped
+from offbeat.runtime.split.graph import Graph, ModelLayer, Ref, leaves, mapped
 from offbeat.runtime.split.layer_costs import measured_costs, sizes_only
 from offbeat.runtime.split.parts import StagePart, Value, assemble, crossing
 
@@ -39,6 +39,8 @@ class SplitModel:
     """Parameters that several parts use: for each, all its (part, local name). Their gradients have to be summed."""
     output: Any
     """What the model returns, with a `Ref` in place of each tensor."""
+    integers: frozenset[int] = frozenset()
+    """Tensors of the last part that stand for Python integers in the model's output."""
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -51,7 +53,14 @@ class SplitModel:
 
     def restore(self, tensors: Sequence[Tensor]) -> Any:
         """What the model would return, from what the last part gave: a tensor, or the model's own structure."""
-        return mapped(self.output, lambda leaf: tensors[leaf.number] if isinstance(leaf, Ref) else leaf)
+
+        def returned(leaf: Any) -> Any:
+            if not isinstance(leaf, Ref):
+                return leaf
+            tensor = tensors[leaf.number]
+            return int(tensor) if leaf.number in self.integers else tensor
+
+        return mapped(self.output, returned)
 
     def explain(self) -> str:
         """A table of the parts: their layers, times, and bytes."""
@@ -126,7 +135,8 @@ def split_model(
             raise TaskError(f"bounds={tuple(bounds)} cut into {cut.parts} parts, but {parts} were asked for.")
     made = assemble(graph, chain, cut.bounds)
     _check_buffers(graph, made)
-    return SplitModel(made, cut, costs, _tied(graph.model, made), _numbered(graph))
+    integers = frozenset(index for index, number in enumerate(graph.outputs()) if graph.facts[number].integer)
+    return SplitModel(made, cut, costs, _tied(graph.model, made), _numbered(graph), integers)
 
 
 def _tied(model: nn.Module, parts: Sequence[StagePart]) -> list[tuple[tuple[int, str], ...]]:
@@ -152,7 +162,7 @@ def _check_buffers(graph: Graph, parts: Sequence[StagePart]) -> None:
             )
 
 
-def _check_layers(graph: Graph, layers: Sequence[Layer], parts: int) -> None:
+def _check_layers(graph: Graph, layers: Sequence[ModelLayer], parts: int) -> None:
     """Say which layers work in place where that is why there are too few of them."""
     if parts <= len(layers) or not graph.glued:
         return
