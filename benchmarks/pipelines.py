@@ -1,8 +1,8 @@
 """Bubbles of pipelines on real processes: how much of the time stages idle, against the formulas.
 
-Claims, for 4 stages paced to 20 ms per microbatch (forward 1 part, backward 2) and 8 microbatches: the measured share of
-idle time is within 3 points of the formula for naive, gpipe, one_f_one_b and interleaved with 2 chunks, and zero_bubble
-idles less than one_f_one_b.
+Claims, for 4 stages paced to 20 ms per microbatch (forward 1 part, backward 2) and 8 microbatches: the measured share
+of idle time is within 3 points of the formula for naive, gpipe, one_f_one_b and interleaved with 2 chunks, and
+zero_bubble idles less than one_f_one_b.
 
 Stages sleep, so that 4 of them fit on 2 cores. A step takes as long as its slowest worker's; idle is what a stage did
 not sleep of it, messages, autograd and the schedule's own cost included. Every schedule must have the same losses. The

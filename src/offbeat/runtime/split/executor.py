@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from offbeat.errors import UsageError
+from offbeat.protocols.pipelines.checker import check_pipeline
 from offbeat.protocols.pipelines.orders import Action, PipelineKind, Work
 from offbeat.protocols.pipelines.plan import Crossing, PartEdge, PipelinePlan
 from offbeat.protocols.pipelines.rounds import ComputeStep, PipelineStep, ReceiveStep, SendStep, program, rounds
@@ -98,7 +99,9 @@ class StageExecutor:
     def _program_of(self, microbatches: int) -> tuple[PipelineStep, ...]:
         shape = self._shape
         plan = PipelinePlan(shape.kind, shape.stages, microbatches, shape.chunks, tuple(self._routes.edges))
-        return program(rounds(plan), self._stage)
+        played = rounds(plan)
+        check_pipeline(plan, played)  # Proved for this model's own connections, before anything of it runs.
+        return program(played, self._stage)
 
     def step(self, batch: tuple[Any, Any], criterion: Callable[[Any, Any], Tensor], microbatches: int) -> Tensor:
         """Forward and backward of a batch; returns the mean of the criterion over its examples, on every stage."""
