@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
 
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.data.loaders import Share
@@ -96,6 +98,28 @@ class Workplace:
     def begin_step(self) -> None:
         """A step begins: inject the faults due before it. Repeated calls in a step do nothing."""
         self.disturber.step(self.step)
+
+    def pipeline(
+        self,
+        model: nn.Module,
+        criterion: Callable[[Any, Any], Tensor],
+        layers: Sequence[nn.Module] | None = None,
+    ) -> Callable[[Any, Any], Tensor]:
+        """A function `loss = step(inputs, target)`, in place of forward and backward, for a model that may be split.
+
+        `criterion(output, target)` is a mean over the examples of a batch. Under a strategy with `pipeline` the model
+        is cut into stages in the first call; under any other, the function calls the model and backward. `layers` are
+        modules of the model between which it may be cut, if they are not to be found (see `Task.stages`).
+        """
+        if self.split is not None:
+            return self.split.step_of(model, criterion, layers)
+
+        def step(inputs: Any, target: Any) -> Tensor:
+            loss = criterion(model(inputs), target)
+            loss.backward()
+            return loss.detach()
+
+        return step
 
     def redivide(self) -> None:
         """Divide dead workers' shares over the live ones."""

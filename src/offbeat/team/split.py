@@ -13,15 +13,15 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import StrategyError, UsageError
 from offbeat.runtime.data.batch_slicing import cut
 from offbeat.runtime.groups.group import Group
+from offbeat.runtime.pipeline.executor import PipelineShape, StageExecutor, examples_of
+from offbeat.runtime.pipeline.foreign_gradient import ForeignGradients
+from offbeat.runtime.pipeline.gradients import StandIns
+from offbeat.runtime.pipeline.messages import Bundles
+from offbeat.runtime.pipeline.state import SplitState, total_of
 from offbeat.runtime.run.settings import Goal
 from offbeat.runtime.run.stopwatch import Stopwatch
-from offbeat.runtime.split.executor import PipelineShape, StageExecutor, examples_of
-from offbeat.runtime.split.foreign_gradient import ForeignGradients
-from offbeat.runtime.split.gradients import StandIns
 from offbeat.runtime.split.mesh import Mesh, MeshPlace
-from offbeat.runtime.split.messages import Bundles
 from offbeat.runtime.split.stages import split_model
-from offbeat.runtime.split.state import SplitState, total_of
 from offbeat.runtime.state.checkpoint_manager import Holdings
 from offbeat.strategies import Combined, Pipeline
 from offbeat.strategies.worker.capabilities import Starter

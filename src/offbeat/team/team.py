@@ -8,7 +8,7 @@ requested, everything before it is done: there checkpoints are written and runs 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
@@ -93,6 +93,8 @@ class Team:
         """The workers, and this one's side of the strategy."""
         self.ledger, self.stopwatch, self.reports, self.gauge = work.ledger, work.stopwatch, work.reports, work.gauge
         """The run's progress, times, reports and gradient noise."""
+        self.pipeline = work.pipeline
+        """`team.pipeline(model, criterion)`: a function for steps of a model that may be split; see docs/split.md."""
         self.notes = work.notes
         """Further entries for the result."""
         self.folder = assignment.folder
@@ -154,28 +156,6 @@ class Team:
         work.admitting = work.group.membership.awaited
         self._boundaries.at_report()
         return self.stopping
-
-    def pipeline(
-        self,
-        model: nn.Module,
-        criterion: Callable[[Any, Any], Tensor],
-        layers: Sequence[nn.Module] | None = None,
-    ) -> Callable[[Any, Any], Tensor]:
-        """A function `loss = step(inputs, target)`, in place of forward and backward, for a model that may be split.
-
-        `criterion(output, target)` is a mean over the examples of a batch. Under a strategy with `pipeline` the model
-        is cut into stages in the first call; under any other, the function calls the model and backward. `layers` are
-        modules of the model between which it may be cut, if they are not to be found (see `Task.stages`).
-        """
-        if self._place.split is not None:
-            return self._place.split.step_of(model, criterion, layers)
-
-        def step(inputs: Any, target: Any) -> Tensor:
-            loss = criterion(model(inputs), target)
-            loss.backward()
-            return loss.detach()
-
-        return step
 
     @contextmanager
     def averaged(self, *models: nn.Module) -> Generator[None]:

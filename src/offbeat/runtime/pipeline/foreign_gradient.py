@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import UsageError
-from offbeat.runtime.split.state import SplitState
+from offbeat.runtime.pipeline.state import SplitState
 
 _NORMS = ("linalg_vector_norm", "norm")
 
