@@ -110,7 +110,7 @@ class _Painter:
             bar = self._bar(each.lane, 1, each.begin, each.end, look, title)
             yield bar
             if each.activity.computes:
-                yield from self._label(bar, each.mark or each.label, margin=1 if each.mark else 4)
+                yield from self._label(bar, each.mark or each.label, margin=-1 if each.mark else 4)
 
     def _ports(self) -> Iterator[Drawn]:
         for each in self._timeline.messages:
