@@ -4,9 +4,10 @@ Claims, for 4 stages paced to 20 ms per microbatch (forward 1 part, backward 2) 
 of idle time is within 3 points of the formula for naive, gpipe, one_f_one_b and interleaved with 2 chunks, and
 zero_bubble idles less than one_f_one_b.
 
-Stages sleep, so that 4 of them fit on 2 cores. A step takes as long as its slowest worker's; idle is what a stage did
-not sleep of it, messages, autograd and the schedule's own cost included. Every schedule must have the same losses. The
-schedules take turns in blocks of some steps, of which the first, in which the model is cut, is not counted.
+Stages sleep, so that 4 of them fit on 2 cores. A step takes as long as its slowest worker's. Idle is what a stage does
+not compute of it, by the run's own account; beside it stands what it did not sleep of it, which counts the work of
+autograd as idle. Every schedule must have the same losses. The schedules take turns, in blocks of some steps; the first
+step, in which the model is cut, is not counted.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Bench:
         self._launcher, self._folder, self._steps = launcher, folder, steps
         self._losses: list[float] = []
 
-    def idle(self, kind: PipelineKind) -> list[float]:
-        """Share of idle time in each step but the first."""
+    def idle(self, kind: PipelineKind) -> tuple[float, float]:
+        """Share of the time of a step in which a stage does not compute, and in which it does not sleep."""
         chunks, out = CHUNKS[kind], self._folder / "steps"
         words = (str(out), "--parts", str(STAGES * chunks), "--seconds", str(PACE / chunks))
         loop = Script(str(LOOP), (*words, "--steps", str(self._steps + 1), "--examples", str(MICROBATCHES)))
@@ -52,9 +53,11 @@ class Bench:
         workers = [json.loads(out.with_suffix(f".{rank}").read_text()) for rank in range(STAGES)]
         for each in workers:
             self._verify(kind, each["losses"])
-        seconds = np.array([each["seconds"] for each in workers]).max(axis=0)
-        slept = np.array([each["slept"] for each in workers]).mean(axis=0)
-        return (1 - slept / seconds)[1:].tolist()
+        result = json.loads((self._folder / "latest" / "run.json").read_text(encoding="utf-8"))["result"]
+        computing = np.mean([each["compute_seconds"] for each in result["split"]["stages"]]) / (self._steps + 1)
+        seconds = float(np.median(np.array([each["seconds"] for each in workers]).max(axis=0)[1:]))
+        slept = float(np.median(np.array([each["slept"] for each in workers]).mean(axis=0)[1:]))
+        return 1 - float(computing) / seconds, 1 - slept / seconds
 
     def _verify(self, kind: PipelineKind, losses: list[float]) -> None:
         """All schedules compute the same; with two chunks, the model has more layers."""
@@ -68,19 +71,22 @@ def main() -> None:
     """Measure, print, and store."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--out", type=Path, default=RESULTS / "pipelines.json")
     options = parser.parse_args()
     shares: dict[PipelineKind, list[float]] = {kind: [] for kind in PipelineKind}
+    awake: dict[PipelineKind, list[float]] = {kind: [] for kind in PipelineKind}
     with tempfile.TemporaryDirectory() as folder, Launcher(WARM) as launcher:
         bench = Bench(launcher, Path(folder), options.steps)
         for block in range(options.blocks):
             for kind in list(PipelineKind)[:: 1 if block % 2 else -1]:
-                shares[kind].append(float(np.median(bench.idle(kind))))
+                idle, unslept = bench.idle(kind)
+                shares[kind].append(idle)
+                awake[kind].append(unslept)
     bars: list[dict[str, Any]] = []
     formulas = {kind: bubble_share(kind, STAGES, MICROBATCHES, CHUNKS[kind]) for kind in PipelineKind}
     for kind, measured in shares.items():
-        print(f"{kind.value}: idle {spread(measured)}, formula {formulas[kind]:.3f}")
+        print(f"{kind.value}: idle {spread(measured)}, not asleep {spread(awake[kind])}, formula {formulas[kind]:.3f}")
         if kind is not PipelineKind.ZERO_BUBBLE:
             apart = spread([abs(share - formulas[kind]) for share in measured])
             name = f"idle share, measured and formula apart, {kind.value}"
@@ -94,6 +100,7 @@ def main() -> None:
         "environment": environment(),
         "bars": bars,
         "idle": {kind.value: measured for kind, measured in shares.items()},
+        "not asleep": {kind.value: measured for kind, measured in awake.items()},
         "formulas": {kind.value: formula for kind, formula in formulas.items()},
     }
     for bar in bars:
