@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 
 _PATTERNS = (
+    r"test_pipeline_proofs\.py::test_every_schedule_is_proved_for_all.*\[(?!3\])",
+    r"test_pipeline_proofs\.py::test_the_bubble_is_the_formulas_for_many.*\[(?!3\])",
     r"chaos/random_faults\.py::.*\[(?!1000\])",
     r"chaos/snapshots\.py::.*\[\d-25\]",
     r"chaos/mutated_messages\.py::.*\[1000000\]",

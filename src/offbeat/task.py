@@ -12,7 +12,7 @@ import inspect
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -102,6 +102,15 @@ class Task(_Referable):
         """The loss on a batch: a mean over its examples. Override it where `criterion` is not enough."""
         inputs, target = batch
         return self.criterion(model(inputs), target)
+
+    def stages(self, model: nn.Module) -> Sequence[nn.Module] | None:
+        """Modules of the model that, run one after another, are the model: a pipeline cuts only between these.
+
+        Each is called with what the one before it returned, a tuple as several arguments. None, unless overridden:
+        then the model's layers are found by running it once on a batch.
+        """
+        del model
+        return None
 
     def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
         """A learning-rate schedule, advanced once a step; None keeps the rate."""

@@ -1,0 +1,112 @@
+"""What each layer of a model costs, measured on a real batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.protocols.pipelines.cut import LayerCost
+from offbeat.runtime.split.capture import undisturbed
+from offbeat.runtime.split.graph import Graph, ModelLayer, copied, leaves
+from offbeat.runtime.split.parts import INPUT, StagePart, assemble, crossing
+
+WARM_UP = 2
+"""Runs of each layer before the ones that count."""
+RUNS = 7
+"""Runs of each layer that count; their median is its time."""
+FEWEST = 3
+"""Runs of each layer that count where they take long."""
+BUDGET = 10.0
+"""Seconds of measuring after which the fewest runs are enough."""
+
+
+def sizes_only(graph: Graph, layers: Sequence[ModelLayer]) -> list[LayerCost]:
+    """The bytes of each layer; no times."""
+    parts = assemble(graph, layers, range(len(layers) + 1))
+    return [
+        LayerCost(layer.name, 0.0, 0.0, sum(crossed), _parameter_bytes(part))
+        for layer, part, crossed in zip(layers, parts, crossing(graph, layers), strict=True)
+    ]
+
+
+def measured_costs(graph: Graph, layers: Sequence[ModelLayer], inputs: tuple[Any, ...]) -> list[LayerCost]:
+    """The bytes of each layer, and the medians of its times forward and backward.
+
+    The layers are timed in turn, again and again, so that whatever else the machine does meanwhile hits all of them.
+    """
+    parts = assemble(graph, layers, range(len(layers) + 1))
+    values: dict[tuple[int, int], Tensor] = {
+        (INPUT, index): tensor
+        for index, tensor in enumerate(leaf for leaf in leaves(copied(inputs)) if isinstance(leaf, Tensor))
+    }
+    taken: list[list[Tensor]] = []
+    saved: list[int] = []
+    with undisturbed(graph.model), torch.enable_grad():
+        for number, part in enumerate(parts):
+            taken.append([_leaf(values[value.producer, value.index], value.differentiable) for value in part.takes])
+            outputs, kept = _saved(part, taken[-1])
+            saved.append(kept)
+            values |= {(number, index): tensor.detach() for index, tensor in enumerate(outputs)}
+        times = [_Times() for _ in parts]
+        began = time.perf_counter()
+        for done in range(WARM_UP + RUNS):
+            if done >= WARM_UP + FEWEST and time.perf_counter() - began > BUDGET:
+                break
+            for each in zip(parts, taken, times, strict=True):
+                _run(*each, counted=done >= WARM_UP)
+    return [
+        LayerCost(layer.name, median(t.forward), median(t.backward), sum(crossed), _parameter_bytes(part), kept)
+        for layer, part, t, crossed, kept in zip(layers, parts, times, crossing(graph, layers), saved, strict=True)
+    ]
+
+
+def _leaf(tensor: Tensor, differentiable: bool) -> Tensor:
+    return tensor.detach().requires_grad_(differentiable)
+
+
+def _parameter_bytes(part: StagePart) -> int:
+    return sum(parameter.nbytes for parameter in part.parameters())
+
+
+def _saved(part: StagePart, taken: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], int]:
+    """What the part gives, and the bytes that it keeps for backward."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in part.parameters()}
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = part(*taken)
+    return outputs, sum(storages.values())
+
+
+@dataclass
+class _Times:
+    forward: list[float] = field(default_factory=list[float])
+    backward: list[float] = field(default_factory=list[float])
+
+
+def _run(part: StagePart, taken: Sequence[Tensor], times: _Times, *, counted: bool) -> None:
+    """Run a layer forward and backward, leaving the parameters' gradients alone."""
+    needing = [tensor for tensor in (*taken, *part.parameters()) if tensor.requires_grad]
+    began = time.perf_counter()
+    outputs = part(*taken)
+    forward = time.perf_counter() - began
+    results = [output for output in outputs if output.requires_grad]
+    gradients = [torch.ones_like(output) for output in results]
+    began = time.perf_counter()
+    if results and needing:
+        torch.autograd.grad(results, needing, gradients, allow_unused=True)
+    if counted:
+        times.forward.append(forward)
+        times.backward.append(time.perf_counter() - began)
