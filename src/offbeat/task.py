@@ -103,6 +103,14 @@ class Task(_Referable):
         inputs, target = batch
         return self.criterion(model(inputs), target)
 
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, str] | None:
+        """How `tensor(ways)` splits the model's modules: `column`, `row`, `heads`, `vocabulary` or `whole`, by name.
+
+        Modules that are not named stay whole. None finds out itself what can be split.
+        """
+        del model
+        return None
+
     def schedule(self, optimizer: Optimizer) -> LRScheduler | None:
         """A learning-rate schedule, advanced once a step; None keeps the rate."""
         del optimizer
