@@ -1,0 +1,1 @@
+"""Splitting a model: captured as a graph of calls, its layers measured, cut where it is best, run in parts."""

@@ -1,0 +1,141 @@
+"""A model in consecutive parts: each takes values from parts before it, and gives values to parts after it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from offbeat.errors import TaskError
+from offbeat.protocols.pipelines.cut import LayerCost, PipelineCut, as_cut, best_cut
+from offbeat.runtime.split.capture import capture, capture_layers
+from offbeat.runtime.split.graph import Graph, Layer, Ref, leaves, mapped
+from offbeat.runtime.split.layer_costs import measured_costs, sizes_only
+from offbeat.runtime.split.parts import StagePart, Value, assemble
+
+__all__ = ["SplitModel", "StagePart", "Value", "split_model"]
+
+SLACK = 0.02
+"""Share by which the slowest part may be slower than the least possible, in favour of fewer bytes sent: times that are
+measured differ by about as much from one measurement to the next."""
+
+
+@dataclass
+class SplitModel:
+    """A model in parts, which together compute what the model computes."""
+
+    parts: list[StagePart]
+    """The parts, in the order in which they run."""
+    cut: PipelineCut
+    """Which layers each part has, and how long it takes."""
+    costs: list[LayerCost]
+    """What each layer costs; times are 0 if bounds were said rather than found."""
+    tied: list[tuple[tuple[int, str], ...]]
+    """Parameters that several parts use: for each, all its (part, local name). Their gradients have to be summed."""
+    output: Any
+    """What the model returns, with a `Ref` in place of each tensor."""
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The first layer of each part, and the number of layers."""
+        return self.cut.bounds
+
+    def inputs(self, *batch: Any) -> tuple[Tensor, ...]:
+        """The tensors of a batch in the order in which `Value(-1, index)` counts them."""
+        return tuple(leaf for leaf in leaves(batch) if isinstance(leaf, Tensor))
+
+    def restore(self, tensors: Sequence[Tensor]) -> Any:
+        """What the model would return, from what the last part gave: a tensor, or the model's own structure."""
+        return mapped(self.output, lambda leaf: tensors[leaf.number] if isinstance(leaf, Ref) else leaf)
+
+    def explain(self) -> str:
+        """A table of the parts: their layers, times, and bytes."""
+        rows = [("part", "layers", "from", "to", "fwd+bwd ms", "parameters MB", "sends MB")]
+        for number, layers in enumerate(self.cut.ranges):
+            costs = [self.costs[layer] for layer in layers]
+            rows.append(
+                (
+                    str(number),
+                    str(len(costs)),
+                    costs[0].name,
+                    costs[-1].name,
+                    f"{1e3 * sum(cost.seconds for cost in costs):.2f}",
+                    f"{sum(cost.parameter_bytes for cost in costs) / 1e6:.2f}",
+                    f"{costs[-1].activation_bytes / 1e6:.2f}" if number < len(self.parts) - 1 else "-",
+                )
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if self.cut.slowest > 0:
+            lines.append(
+                f"The slowest part takes {1e3 * self.cut.slowest:.2f} ms, an even cut would take "
+                f"{1e3 * self.cut.total / len(self.parts):.2f} ms: {self.cut.evenness:.0%} even."
+            )
+        return "\n".join(lines)
+
+
+def split_model(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    parts: int,
+    *,
+    kept: Collection[str] | None = None,
+    memory_limit: int | None = None,
+    bounds: Sequence[int] | None = None,
+    layers: Sequence[nn.Module] | None = None,
+) -> SplitModel:
+    """Cut a model into parts that take about equally long, or where `bounds` say.
+
+    The model is run once on the inputs to see what it calls, and its layers a few times to measure them; its buffers,
+    gradients and the state of random numbers are afterwards what they were. The parts use the model's own modules and
+    parameters. Every process that is to have a part of the same cut needs the same bounds: let one of them measure,
+    and pass its `SplitModel.bounds` to the others.
+
+    Args:
+        model: The model.
+        inputs: A real microbatch: what the model is called with, by position.
+        parts: Number of parts: stages x chunks.
+        kept: Names of modules that are never cut, and whose code is not looked into.
+        memory_limit: Bytes that the parameters of a part, and what it keeps for one microbatch, may need.
+        bounds: Where to cut, instead of measuring: the first layer of each part, and the number of layers.
+        layers: Modules that, run one after another, are the model; instead of looking for layers.
+    """
+    if layers is not None:
+        graph = capture_layers(model, inputs, layers)
+    else:
+        graph = capture(model, inputs, frozenset(kept or ()))
+    chain = graph.layers()
+    if bounds is None:
+        costs = measured_costs(graph, chain, inputs)
+        cut = best_cut(costs, parts, memory_limit, slack=SLACK)
+    else:
+        costs = sizes_only(graph, chain)
+        cut = as_cut(costs, bounds)
+        if cut.parts != parts:
+            raise TaskError(f"bounds={tuple(bounds)} cut into {cut.parts} parts, but {parts} were asked for.")
+    made = assemble(graph, chain, cut.bounds)
+    return SplitModel(made, cut, costs, _tied(graph.model, made), _numbered(graph))
+
+
+def _tied(model: nn.Module, parts: Sequence[StagePart]) -> list[tuple[tuple[int, str], ...]]:
+    """Parameters that more than one part uses, in the order in which the model has them."""
+    users: Mapping[int, list[tuple[int, str]]] = defaultdict(list)
+    for number, part in enumerate(parts):
+        for name, parameter in part.named_parameters():
+            users[id(parameter)].append((number, name))
+    groups = [tuple(users[id(parameter)]) for parameter in model.parameters() if id(parameter) in users]
+    return [group for group in groups if len({number for number, _ in group}) > 1]
+
+
+def _numbered(graph: Graph) -> Any:
+    """The model's output with references to what the last part gives."""
+    place = {number: index for index, number in enumerate(graph.outputs())}
+    return mapped(graph.output, lambda leaf: Ref(place[leaf.number]) if isinstance(leaf, Ref) else leaf)
+
+
+def layer_names(layers: Sequence[Layer]) -> list[str]:
+    """Names of the layers."""
+    return [layer.name for layer in layers]
