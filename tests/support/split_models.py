@@ -24,7 +24,7 @@ from offbeat.runtime.tensor_parallel.apply import apply
 from offbeat.runtime.tensor_parallel.layers import cut_of
 from offbeat.runtime.tensor_parallel.plan import plan
 from offbeat.runtime.tensor_parallel.state import (
-    clip_by_global_norm,
+    global_norm,
     load_logical_optimizer_state,
     load_logical_state,
     logical_optimizer_state,
@@ -126,7 +126,8 @@ def text() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": mlp, "tied text": TiedText, "translator": Translator, "text": text, "gpt2": gpt2, "llama": llama, "bert": bert,
+    "mlp": mlp, "tied text": TiedText, "translator": Translator, "text": text,
+    "gpt2": gpt2, "llama": llama, "bert": bert,
 }  # fmt: skip
 OWN: dict[str, Callable[[nn.Module], Mapping[str, str]]] = {
     "text": lambda model: Text(width=32, heads=4).tensor_plan(model)
@@ -187,7 +188,12 @@ def compare(config: Mapping[str, Any], control: Control) -> None:
     planned = plan(split, ways, OWN[name](split) if name in OWN else None)
     apply(planned, split, group)
     half = len(work) // 2
-    clip: Clip = lambda model: clip_by_global_norm(model.parameters(), 0.5, group)  # noqa: E731
+    norms: list[float] = []
+
+    def clip(model: nn.Module) -> None:
+        ours = global_norm(model.parameters(), group)
+        norms.append(abs(float(ours - clip_grad_norm_(model.parameters(), 0.5))))
+
     split_losses = train(split, own, work[:half], clip, 1)
     random = torch.get_rng_state()
     # Halfway, everything is saved and loaded: a checkpoint knows no layout.
@@ -213,6 +219,7 @@ def compare(config: Mapping[str, Any], control: Control) -> None:
             "moved": max(float((before[key] - value).abs().max()) for key, value in plain.state_dict().items()),
             "losses apart": max(abs(a - b) for a, b in zip(losses, split_losses, strict=True)),
             "outputs apart": float(apart),
+            "norms apart": max(norms),
             "replicas equal": bool((table == table[0]).all()),
             "same names": list(after) == list(plain.state_dict()),
             "held": sum(p.numel() for p in resumed.parameters()) / planned.parameters,

@@ -31,6 +31,7 @@ def test_twenty_steps_of_a_split_model_equal_one_process(
         assert report["apart"] <= TOLERANCE[dtype]
         assert report["losses apart"] <= TOLERANCE[dtype]
         assert report["outputs apart"] <= 10 * TOLERANCE[dtype]
+        assert report["norms apart"] <= TOLERANCE[dtype]
         assert report["replicas equal"]
         assert report["same names"]
         assert report["held"] == pytest.approx(report["share"], abs=0.02)

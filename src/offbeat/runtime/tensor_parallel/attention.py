@@ -15,7 +15,7 @@ from offbeat.runtime.tensor_parallel.layers import replace_forward
 from offbeat.runtime.tensor_parallel.ways import Ways
 
 
-def attention_cuts(module: nn.MultiheadAttention) -> dict[str, Cut]:
+def attention_cuts(module: Any) -> dict[str, Cut]:
     """How the parameters of an attention module are cut: projections by heads, what follows by its inputs."""
     width = module.embed_dim
     separate = {name: Cut(0, width) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")}
@@ -40,7 +40,7 @@ def split_attention(module: nn.MultiheadAttention, ways: Ways) -> None:
 
 
 def keep_from_shortcuts(model: nn.Module) -> None:
-    """Torch's transformer layers read the weights of their parts in evaluation, which would ignore that they are split."""
+    """Torch's transformer layers compute with the weights of their parts in evaluation, as if they were whole."""
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
             layer.activation_relu_or_gelu = 0

@@ -44,7 +44,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         exponentials, total, index, own, counts = ctx.saved_tensors
         gradient = gradient.masked_fill(~counts, 0)
         result = exponentials * (gradient / total).unsqueeze(-1)

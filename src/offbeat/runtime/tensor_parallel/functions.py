@@ -25,7 +25,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # In place: only products with weights have used the value, so nobody else holds this gradient.
         held = gradient.contiguous()
         return ctx.ways.sum(held, "the sum of an input's gradient"), None
@@ -45,7 +45,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.bias is None or not ctx.needs_input_grad[1]:
             return gradient, None, None
         return gradient, gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias), None
@@ -59,7 +59,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return ctx.ways.part(gradient, ctx.cut), None, None
 
 

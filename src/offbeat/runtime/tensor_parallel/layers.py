@@ -29,6 +29,11 @@ def cut_of(parameter: Tensor) -> Cut | None:
     return getattr(parameter, _CUT, None)
 
 
+def mark_cut(parameter: Tensor, cut: Cut | None) -> None:
+    """Note how a parameter is cut, or that it is whole."""
+    setattr(parameter, _CUT, cut)
+
+
 def cuts_in(model: nn.Module) -> dict[str, Cut]:
     """How the model's parameters are cut, by all of their names."""
     cuts = {
@@ -47,7 +52,7 @@ def cut_parameters(module: nn.Module, cuts: Mapping[str, Cut], ways: Ways) -> No
         if cut_of(parameter) is None:
             parameter.data = ways.part(parameter.data, cut)
             parameter.grad = None
-            setattr(parameter, _CUT, cut)
+            mark_cut(parameter, cut)
     if cuts:
         vars(module)[_CUTS] = dict(cuts)
 

@@ -30,10 +30,10 @@ class VocabularyLogits(Tensor):
     """Who holds the others."""
 
     @staticmethod
-    def __new__(cls, local: Tensor, size: int, ways: Ways) -> VocabularyLogits:
+    def __new__(cls: type[VocabularyLogits], local: Tensor, size: int, ways: Ways) -> VocabularyLogits:
         """Logits of `size` classes, of which this way has `local`."""
         # Each access to its data goes through the methods below.
-        made: VocabularyLogits = Tensor._make_wrapper_subclass(
+        made: VocabularyLogits = Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
             cls, (*local.shape[:-1], size), dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         made.local, made.ways = local, ways
@@ -60,7 +60,7 @@ class VocabularyLogits(Tensor):
         del types
         named = dict(kwargs or {})
         if func in _FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
                 return func(*args, **named)
         split = _SPLIT.get(func)
         if split is not None and isinstance(args[0] if args else None, VocabularyLogits):

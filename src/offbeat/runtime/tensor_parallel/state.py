@@ -21,7 +21,8 @@ def logical_state(model: nn.Module, group: DirectGroup) -> dict[str, Tensor]:
     ways, whole = Ways(group), dict[int, Tensor]()
     cuts = cuts_in(model)
     result: dict[str, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    held: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    for name, value in held.items():
         if name in cuts and id(value) not in whole:  # Tied parameters are gathered once.
             whole[id(value)] = ways.whole(value.detach(), cuts[name], f"the gathering of {name}")
         result[name] = whole.get(id(value), value.detach())
@@ -87,19 +88,3 @@ def global_norm(parameters: Iterable[Tensor], group: DirectGroup, norm_type: flo
 def _norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64) for gradient in gradients]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=torch.float64)
-
-
-def clip_by_global_norm(
-    parameters: Iterable[Tensor], max_norm: float, group: DirectGroup, norm_type: float = 2.0
-) -> Tensor:
-    """Scale gradients so that the logical model's norm is at most `max_norm`; answers the norm before.
-
-    What `torch.nn.utils.clip_grad_norm_` does to a model that is not split.
-    """
-    held = list(parameters)
-    norm = global_norm(held, group, norm_type)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in held:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.dtype))
-    return norm

@@ -14,7 +14,7 @@ from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.tensor_parallel.cuts import Cut
 
 _LARGEST = AllreduceOptions()
-_LARGEST.reduceOp = ReduceOp.MAX
+_LARGEST.reduceOp = ReduceOp(ReduceOp.MAX)
 _LARGEST.asyncOp = False
 
 
@@ -65,7 +65,7 @@ class Ways:
         return cut.whole(parts)
 
     def part(self, tensor: Tensor, cut: Cut) -> Tensor:
-        """This way's part of a whole tensor."""
+        """The part of a whole tensor that this way has."""
         return cut.part(tensor, self.rank, self.size)
 
     def _communicating(self) -> Any:
