@@ -25,6 +25,7 @@ from offbeat.strategies.compressors import Compressing
 from offbeat.strategies.worker.capabilities import Accounted, Metered, Observed, Starter, refuse_halves
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing, pace_of
 from offbeat.strategies.worker.loop_hooks import LoopHooks
+from offbeat.team.split import SplitWork, mesh_of
 
 
 @dataclass
@@ -49,6 +50,8 @@ class Workplace:
     """Measures gradient noise, if requested."""
     seed: int
     """Seed of the order of the data; the same on all workers."""
+    split: SplitWork | None = None
+    """This worker's part of a replica, where replicas are spread over several workers."""
     shares: list[Share] = field(default_factory=list[Share])
     """This worker's shares of loaders, where they depend on which workers are alive."""
     notes: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -64,6 +67,11 @@ class Workplace:
     def goal(self) -> Goal:
         """The run's settings."""
         return self.assignment.goal
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Which replica of the model this worker has, or has a part of, and how many there are."""
+        return (self.group.rank, self.group.size) if self.split is None else self.split.replica
 
     @property
     def step(self) -> int:
@@ -107,18 +115,22 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     if goal.seed is not None:
         random_state.seed_everything(goal.seed)
     group = group_for(place, timedelta(seconds=goal.timeout), device, assignment.servers, assignment.joins)
-    stopwatch, ledger = Stopwatch(), Ledger(Target.parse(goal.target) if goal.target else None)
+    stopwatch, ledger = (
+        Stopwatch(bubbles=bool(strategy.split)),
+        Ledger(Target.parse(goal.target) if goal.target else None),
+    )
     if group.presence is not None:
         group.presence.step = lambda: ledger.steps
         group.presence.give_up = assignment.fail or group.presence.give_up
-    exchange = cast("Exchanging", strategy.exchange).connect(group, stopwatch)
+    mesh = mesh_of(strategy, group, goal) if strategy.split else None
+    exchange = cast("Exchanging", strategy.exchange).connect(mesh.replicas if mesh else group, stopwatch)
     refuse_halves(strategy.exchange, exchange)
     exchange.compressions = cast("tuple[Compressing, ...]", strategy.compressions)
     pace, batches = pace_of(cast("Timing | None", strategy.when), exchange)
     chosen = torch.tensor([goal.seed if goal.seed is not None else torch.initial_seed() % 2**62])
     seed = int(group.share(chosen, "the sharing of the seed"))
     holdings = Holdings()
-    watch = LoopHooks(group, holdings, exchange, pace, ledger, str(strategy))
+    watch = LoopHooks(group, holdings, exchange, pace, ledger, str(strategy), whole=mesh is None)
     reports = Reports(group, ledger, stopwatch, assignment.send)
     reports.evidence, reports.compare = watch.evidence, watch.compare
     reports.figures = exchange.figures if isinstance(exchange, Observed) else reports.figures
@@ -137,7 +149,8 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     exchange.seed = seed
     disturber = Disturber(goal.disturbances, "worker", place.rank, seed, assignment.send, assignment.disturbed)
     gauge = None if goal.gauge is None else Gauge(group)
+    split = None if mesh is None else SplitWork(strategy, mesh, group, exchange, stopwatch, holdings)
     return Workplace(
         *(assignment, group, device, strategy, exchange, pace, batches, stopwatch, ledger, holdings, watch, reports),
-        *(memory, disturber, gauge, seed),
+        *(memory, disturber, gauge, seed, split),
     )

@@ -8,8 +8,8 @@ requested, everything before it is done: there checkpoints are written and runs 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from offbeat.runtime.groups.group import StaticMembership
 from offbeat.runtime.run.rank_environment import Place, where
 from offbeat.runtime.run.report import reporter
 from offbeat.runtime.run.settings import ASSIGNED, Assignment, Goal
+from offbeat.simulate.predicted_step import Step
 from offbeat.strategies import Strategy
 from offbeat.strategies.servers.vector import Vector
 from offbeat.strategies.worker.capabilities import Explaining, HasNotes, Ranged, Stale
@@ -154,12 +155,29 @@ class Team:
         self._boundaries.at_report()
         return self.stopping
 
+    def pipeline(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+        """A function `loss = step(inputs, target)`, in place of forward and backward, for a model that may be split.
+
+        `criterion(output, target)` is a mean over the examples of a batch. Under a strategy with `pipeline` the model
+        is cut into stages in the first call; under any other, the function calls the model and backward.
+        """
+        if self._place.split is not None:
+            return self._place.split.step_of(model, criterion)
+
+        def step(inputs: Any, target: Any) -> Tensor:
+            loss = criterion(model(inputs), target)
+            loss.backward()
+            return loss.detach()
+
+        return step
+
     @contextmanager
     def averaged(self, *models: nn.Module) -> Generator[None]:
         """Inside, every worker holds the same model, the mean of the replicas: evaluate there."""
         work = self._place
         average = work.pace.averaged(list(models) or work.holdings.models)
-        with work.stopwatch.spent_on("evaluate"), work.watch.at_averaging(average):
+        whole = nullcontext() if work.split is None else work.split.whole()
+        with work.stopwatch.spent_on("evaluate"), work.watch.at_averaging(average), whole:
             work.redivide()
             yield
 
@@ -286,9 +304,17 @@ def _conclude(work: Workplace) -> None:
         "seed": work.seed,
         "epochs": work.holdings.epoch,
         "staleness": exchange.staleness(work.step) if isinstance(exchange, Stale) else {"0": work.step},
-        "foreseen": None if size == 1 else msgspec.to_builtins(work.pace.predicted()),
+        "foreseen": None if size == 1 else msgspec.to_builtins(_predicted(work)),
         **(exchange.notes() if isinstance(exchange, HasNotes) else {}),
+        **({} if work.split is None else work.split.notes()),
         **({"warnings": work.watch.warnings} if work.watch.warnings else {}),
         **work.notes,
     }
     work.reports.conclude(entries)
+
+
+def _predicted(work: Workplace) -> Step | str:
+    """What a step exchanges, or why its time cannot be predicted."""
+    if work.split is not None:
+        return "a step of a pipeline is more than its exchanges: offbeat draw shows it"
+    return work.pace.predicted()

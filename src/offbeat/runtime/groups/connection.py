@@ -196,7 +196,9 @@ class Waits:
                 return WaitError(f"{place} lost its connection to another worker, which has most likely died: {text}")
             patience = ROLL_CALL if isinstance(error, MismatchError) else timedelta(0)
             came = {} if connection is None else connection.roll_call(self.name, number, what, patience)
-            apart = ", ".join(f"worker {names[rank]} in {where}" for rank, where in sorted(came.items()) if where != what)
+            apart = ", ".join(
+                f"worker {names[rank]} in {where}" for rank, where in sorted(came.items()) if where != what
+            )
             if apart:
                 return WaitError(
                     f"{place} met {apart}. Every worker must make the same calls in the same order: does one of them "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -44,6 +45,8 @@ class Holdings:
         self.optimizers: list[Optimizer] = []
         self.loaders: list[Loader] = []
         self.others: list[Stateful] = []
+        self.whole: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Inside, models and optimizers have their whole state, also where each worker holds a part; a collective call."""
         self._searched = False
 
     def has(self, thing: object) -> bool:
@@ -233,10 +236,11 @@ class Memory:
         start = time.monotonic()
         held = self._holdings
         held.find_schedulers()
-        shared = {**held.replicas(), "others": held.other_states()}
-        things = {name: thing.state_dict() for name, thing in self._own.items()}
-        own = self._state({} if self._replicated else held.replicas(), things, at_end, step=step, **notes)
-        self._checkpoints.save(step, shared, own, {"step": step})
+        with held.whole():
+            shared = {**held.replicas(), "others": held.other_states()}
+            things = {name: thing.state_dict() for name, thing in self._own.items()}
+            own = self._state({} if self._replicated else held.replicas(), things, at_end, step=step, **notes)
+            self._checkpoints.save(step, shared, own, {"step": step})
         self.due = False
         self._written_at = step
         self._since = time.monotonic()
