@@ -19,6 +19,7 @@ from offbeat.strategies.local import Local, Nesterov, OuterSGD
 from offbeat.strategies.pipeline import Pipeline
 from offbeat.strategies.server import ASP, BSP, SSP, Deadline, DropSlowest, Server
 from offbeat.strategies.single import Single
+from offbeat.strategies.tensor import TensorParallel
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing
 
 __all__ = ["Axis", "Combined", "Setting", "Splitting", "Strategy", "Traits", "combined"]
@@ -27,4 +28,4 @@ __all__ += ["Compressing", "Exchange", "Exchanging", "Pace", "Timing"]
 __all__ += ["DDP", "AllReduce", "Coded", "Downpour", "Elastic", "Gossip", "Hogwild", "Server", "Single"]
 __all__ += ["ASP", "BSP", "SSP", "Accumulate", "Deadline", "DropSlowest", "Local", "Nesterov", "OuterSGD", "Random"]
 __all__ += ["BFloat", "Half", "LowRank", "Quantize", "RandomK", "Sign", "Threshold", "TopK"]
-__all__ += ["Pipeline"]
+__all__ += ["Pipeline", "TensorParallel"]

@@ -20,12 +20,13 @@ from offbeat.runtime.run.settings import Assignment, Goal, Target
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.state import random_state
 from offbeat.runtime.state.checkpoint_manager import Holdings, Memory
-from offbeat.strategies import Combined, combined, parse
+from offbeat.strategies import Combined, Pipeline, combined, parse
 from offbeat.strategies.compressors import Compressing
 from offbeat.strategies.worker.capabilities import Accounted, Metered, Observed, Starter, refuse_halves
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing, pace_of
 from offbeat.strategies.worker.loop_hooks import LoopHooks
 from offbeat.team.split import SplitWork, mesh_of
+from offbeat.team.tensor import TensorWork
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Workplace:
     """Measures gradient noise, if requested."""
     seed: int
     """Seed of the order of the data; the same on all workers."""
-    split: SplitWork | None = None
+    split: SplitWork | TensorWork | None = None
     """This worker's part of a replica, where replicas are spread over several workers."""
     shares: list[Share] = field(default_factory=list[Share])
     """This worker's shares of loaders, where they depend on which workers are alive."""
@@ -85,6 +86,8 @@ class Workplace:
         if rank:
             # Its own random state, so that dropout masks differ between workers; worker 0's is not touched.
             random_state.seed_everything(mixed(self.seed, rank))
+        if isinstance(self.split, TensorWork):
+            self.split.draw_alike()
         if isinstance(self.exchange, Starter):
             self.exchange.begin()
         self.group.barrier("the start of training")
@@ -149,7 +152,11 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     exchange.seed = seed
     disturber = Disturber(goal.disturbances, "worker", place.rank, seed, assignment.send, assignment.disturbed)
     gauge = None if goal.gauge is None else Gauge(group)
-    split = None if mesh is None else SplitWork(strategy, mesh, group, exchange, stopwatch, holdings)
+    split: SplitWork | TensorWork | None = None
+    if mesh is not None:
+        parts = strategy, mesh, group, exchange, stopwatch, holdings
+        staged = any(isinstance(part, Pipeline) for part in strategy.split)
+        split = SplitWork(*parts) if staged else TensorWork(*parts, assignment.send)
     return Workplace(
         *(assignment, group, device, strategy, exchange, pace, batches, stopwatch, ledger, holdings, watch, reports),
         *(memory, disturber, gauge, seed, split),

@@ -8,7 +8,7 @@ requested, everything before it is done: there checkpoints are written and runs 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
@@ -34,6 +34,7 @@ from offbeat.strategies.worker.capabilities import Explaining, HasNotes, Ranged,
 from offbeat.team.between_steps import Boundaries
 from offbeat.team.context import Workplace, set_up
 from offbeat.team.prepare import Adoption, LoaderFeed
+from offbeat.team.tensor import TensorWork
 
 
 def init(
@@ -170,6 +171,19 @@ class Team:
             return loss.detach()
 
         return step
+
+    def tensor_plan(self, own: Mapping[str, str]) -> None:
+        """Say how `tensor(ways)` splits modules, by their names; before `prepare`. Any other strategy ignores it.
+
+        `column`, `row`, `heads`, `vocabulary` or `whole`; modules that are not named stay whole. See docs/tensor.md.
+        """
+        work = self._place.split
+        if isinstance(work, TensorWork):
+            if work.adopted:
+                raise UsageError(
+                    "tensor_plan() came after prepare(model), which has split the model already. Call it before."
+                )
+            work.own = dict(own)
 
     @contextmanager
     def averaged(self, *models: nn.Module) -> Generator[None]:
@@ -316,5 +330,7 @@ def _conclude(work: Workplace) -> None:
 def _predicted(work: Workplace) -> Step | str:
     """What a step exchanges, or why its time cannot be predicted."""
     if work.split is not None:
+        if isinstance(work.split, TensorWork):
+            return "the sums of activations depend on the model's batches, and are not planned"
         return "a step of a pipeline is more than its exchanges: offbeat draw shows it"
     return work.pace.predicted()

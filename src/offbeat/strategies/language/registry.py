@@ -27,11 +27,12 @@ from offbeat.strategies.local import Local
 from offbeat.strategies.pipeline import Pipeline
 from offbeat.strategies.server import Server
 from offbeat.strategies.single import Single
+from offbeat.strategies.tensor import TensorParallel
 
 BUILT_IN: Final[tuple[type[Strategy], ...]] = (
     *(Single, DDP, AllReduce, Server, Coded, Downpour, Elastic, Hogwild, Gossip, Accumulate, Local),
     *COMPRESSORS,
-    Pipeline,
+    *(Pipeline, TensorParallel),
 )
 """Built-in strategies, in the order in which they are listed."""
 
