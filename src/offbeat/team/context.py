@@ -22,6 +22,7 @@ from offbeat.runtime.state import random_state
 from offbeat.runtime.state.checkpoint_manager import Holdings, Memory
 from offbeat.strategies import Combined, Pipeline, combined, parse
 from offbeat.strategies.compressors import Compressing
+from offbeat.strategies.layouts import relaid
 from offbeat.strategies.worker.capabilities import Accounted, Metered, Observed, Starter, refuse_halves
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing, pace_of
 from offbeat.strategies.worker.loop_hooks import LoopHooks
@@ -145,7 +146,7 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     kept |= {"stopwatch": stopwatch, "group": group, "reports": reports, "random": random_state.Generators()}
     identity = dict(assignment.identity) | {"strategy": str(strategy), "workers": place.size}
     replicated = exchange.replicated and pace.replicated
-    memory = Memory(assignment.folder, group, identity, holdings, replicated)
+    memory = Memory(assignment.folder, group, identity, holdings, replicated, relaid)
     memory.keep(**cast("dict[str, Any]", kept))
     if assignment.resume and not assignment.joins:
         seed = memory.recall()["seed"]

@@ -214,7 +214,8 @@ class Adoption:
             )
         if not isinstance(exchange, Sliced):
             share = self._share(*place.replica, number)
-            place.shares.append(share)
+            if place.split is None:  # With stages, a run ends with the first death: nobody's share is divided.
+                place.shares.append(share)
             return [share]
         if not split:
             raise StrategyError(
@@ -227,7 +228,9 @@ class Adoption:
     def _share(self, slice_: int, slices: int, number: int) -> Share:
         place = self._place
         afresh = place.gauge is not None  # Noise would look smaller if batches excluded recently seen examples.
-        return Share(slice_, slices, place.seed, number, merge=place.goal.merge, afresh=afresh)
+        return Share(
+            slice_, slices, place.seed, number, merge=place.goal.merge, afresh=afresh, shared=place.split is not None
+        )
 
     def close(self) -> None:
         """Remove the hooks."""

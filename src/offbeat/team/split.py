@@ -1,10 +1,10 @@
-"""A team whose replicas are spread over several workers: the mesh, the first step that cuts the model, and each step."""
+"""A team whose replicas are spread over several workers: the mesh, the first step that cuts the model, every step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from offbeat.strategies.worker.capabilities import Starter
 from offbeat.strategies.worker.exchange import Exchange
 from offbeat.strategies.worker.flat_rows import Rows
 
+_Parts = tuple[StageExecutor, StandIns, nn.Module]
 _TIED_TAG = 1 << 20
 """Tags of gradients of parameters that several stages use; above those of bundles."""
 
@@ -106,6 +107,10 @@ class SplitWork:
 
         self._guard = self._model.register_forward_pre_hook(refuse)
 
+    def _unwatch(self) -> None:
+        if self._guard is not None:
+            self._guard.remove()
+
     def step_of(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
         """The function for one step of this model."""
 
@@ -121,9 +126,8 @@ class SplitWork:
         examples = examples_of(batch)
         count = self._microbatches(examples)
         if self._executor is None:
-            self._cut(cut(batch, 0, count)[0][0], examples)
-        executor, stand_ins, model = self._executor, self._stand_ins, self._model
-        assert executor is not None and stand_ins is not None and model is not None  # noqa: S101 (cut)
+            self._cut(cut(batch, 0, count)[0][0])
+        executor, stand_ins, model = cast("_Parts", (self._executor, self._stand_ins, self._model))
         for part in executor.split.parts:
             part.training = model.training
         with stand_ins.in_place():
@@ -144,12 +148,11 @@ class SplitWork:
 
     # -- the first step ------------------------------------------------------------------------------------------------
 
-    def _cut(self, inputs: Any, examples: int) -> None:
+    def _cut(self, inputs: Any) -> None:
         """Cut the model where worker 0's measurements say, and keep this worker's part."""
-        del examples
         model, pipeline, mesh = self._model, self._pipeline, self._mesh
-        assert model is not None and self._guard is not None  # noqa: S101 (adopted)
-        self._guard.remove()
+        assert model is not None  # noqa: S101 (adopted)
+        self._unwatch()
         parts = pipeline.stages * pipeline.chunks
         bounds = torch.zeros(parts + 1, dtype=torch.int64)
         figures = torch.zeros(1, dtype=torch.float64)
@@ -164,7 +167,7 @@ class SplitWork:
             split = split_model(model, (inputs,), parts, bounds=bounds.tolist())
         self._watch()
         stages = [split.parts[stage :: pipeline.stages] for stage in range(pipeline.stages)]
-        self._layers = tuple((part.layers[0], part.layers[-1]) for part in split.parts)
+        self._layers = tuple((split.costs[layers[0]].name, split.costs[layers[-1]].name) for layers in split.cut.ranges)
         mine = nn.ModuleList(stages[mesh.place.stage])
         self._state = SplitState(model, stages, mesh.pipeline, self._holdings.optimizers)
         bundles = Bundles(mesh.pipeline, self._stopwatch, lambda stage: mesh.place.named(mesh.place.pipeline[stage]))
@@ -176,6 +179,7 @@ class SplitWork:
                 self._exchange.begin()
         self._state.shed()
         self._stand_ins = StandIns(model, self._state.own)
+        self._executor.weights = self._stand_ins.stand_ins
 
     def _sum_tied(self, executor: StageExecutor, stand_ins: StandIns) -> None:
         """Sum the gradients of parameters that several stages use, on all of these, in the order of the stages."""

@@ -103,7 +103,7 @@ def train(task: Task, team: Team) -> None:
     """Minimize a task's loss until its target or the budget is reached."""
     data = _data_of(task)
     _check_batch(task.global_batch)
-    _check_enough(data, task.global_batch, team.size)
+    _check_enough(data, task.global_batch, team.strategy.replicas(team.size))
     model = task.model()
     optimizer = task.optimizer(model.parameters())
     schedule = task.schedule(optimizer)

@@ -4,13 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offbeat.errors import TaskError
-from offbeat.runtime.split.graph import Call, Graph, Ref, ValueFacts, flat, leaves, mapped
+from offbeat.errors import OffbeatError, TaskError, did_you_mean
+from offbeat.runtime.split.graph import Call, Graph, Held, Ref, ValueFacts, leaves, mapped
+from offbeat.runtime.split.recorder import Recorder, address, recording
+from offbeat.runtime.split.verify import verify
+
+
+def capture(model: nn.Module, inputs: tuple[Any, ...], kept: frozenset[str] = frozenset()) -> Graph:
+    """The calls that the model makes on these inputs, for training and, where they differ, for evaluation."""
+    names = dict(model.named_modules())
+    for name in kept:
+        if name not in names:
+            raise TaskError(f"kept={name!r} is not a module of {type(model).__name__}.{did_you_mean(name, names)}")
+    return _captured(model, model, inputs, kept)
+
+
+def capture_layers(model: nn.Module, inputs: tuple[Any, ...], layers: Sequence[nn.Module]) -> Graph:
+    """The graph of modules that run one after another, each on what the one before it returned."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for index, layer in enumerate(layers):
+        if id(layer) not in names:
+            raise TaskError(
+                f"layers[{index}], a {type(layer).__name__}, is not a module of {type(model).__name__}, so its "
+                f"parameters would not be trained or saved. Return modules that are attributes of the model."
+            )
+    if not layers:
+        raise TaskError(f"The list of layers of {type(model).__name__} is empty, so there is nothing to cut.")
+    return _captured(model, _Chain(layers), inputs, frozenset(names[id(layer)] for layer in layers))
+
+
+class _Chain:
+    """Modules that run one after another, as a function; a tuple is passed on as several arguments."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
+
+    def __call__(self, *values: Any) -> Any:
+        for layer in self._layers:
+            result = layer(*values)
+            values = result if isinstance(result, tuple) else (result,)
+        return values if len(values) > 1 else values[0]
 
 
 @contextmanager
@@ -26,48 +65,196 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-def capture(model: nn.Module, inputs: tuple[Any, ...], kept: frozenset[str] = frozenset()) -> Graph:
-    """The calls that the model makes on these inputs."""
-    if isinstance(model, nn.Sequential):
-        return capture_layers(model, inputs, list(_flattened(model, "", kept)))
-    raise TaskError(f"{type(model).__name__} cannot be split yet: only nn.Sequential can.")
+def _captured(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozenset[str]) -> Graph:
+    modes = {module: module.training for module in model.modules()}
+    if not model.training:
+        model.train()
+    try:
+        with undisturbed(model), torch.enable_grad():
+            graph = _recorded(model, run, inputs, kept)
+        model.eval()
+        with undisturbed(model), torch.enable_grad():
+            graph = _with_evaluation(graph, _recorded(model, run, inputs, kept))
+        for module, mode in modes.items():
+            module.training = mode
+        with undisturbed(model), torch.no_grad():
+            verify(graph, run, inputs)
+        return graph
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
-def _flattened(module: nn.Module, path: str, kept: frozenset[str]) -> Iterator[nn.Module]:
-    for name, child in module.named_children():
-        inner = f"{path}{name}"
-        if type(child) is nn.Sequential and inner not in kept:
-            yield from _flattened(child, f"{inner}.", kept)
+def _recorded(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozenset[str]) -> Graph:
+    recorder = Recorder(model, kept)
+    mapped(inputs, recorder.add_input)
+    before = {name: id(buffer) for name, buffer in model.named_buffers()}
+    versions = {name: buffer._version for name, buffer in model.named_buffers()}  # pyright: ignore[reportPrivateUsage]
+    try:
+        with recording(recorder):
+            output = run(*inputs)
+    except OffbeatError:
+        raise
+    except Exception as error:
+        error.add_note(f"while {type(model).__name__} was run on a batch to see what it calls")
+        raise
+    after = dict(model.named_buffers())
+    for name, identity in before.items():
+        if id(after.get(name)) != identity:
+            raise TaskError(
+                f"{type(model).__name__} assigns a new tensor to its buffer {name!r} in forward, which its parts could "
+                f"not see. Change the buffer in place instead, such as `self.{name}.copy_(...)`."
+            )
+    changing = frozenset(name for name, buffer in after.items() if buffer._version != versions[name])  # pyright: ignore[reportPrivateUsage]
+    graph = Graph(model, tuple(recorder.inputs), recorder.calls, _facts(recorder), _output(output, recorder, model))
+    graph.changing = changing
+    graph.glued = _glued(graph, recorder)
+    _mark_repeatable(graph, recorder)
+    _check_parameters(graph, output)
+    return _without_unused_sizes(graph)
+
+
+def _facts(recorder: Recorder) -> dict[int, ValueFacts]:
+    """What is known of each value, once nothing changes any more."""
+    facts: dict[int, ValueFacts] = {}
+    for number, value in enumerate(recorder.values):
+        if isinstance(value, Tensor):
+            floating = value.is_floating_point() or value.is_complex()
+            facts[number] = ValueFacts(value.nbytes, floating and value.requires_grad)
         else:
-            yield child
+            facts[number] = ValueFacts(8, integer=True)
+    return facts
 
 
-def capture_layers(model: nn.Module, inputs: tuple[Any, ...], layers: Sequence[nn.Module]) -> Graph:
-    """The graph of modules that run one after another, each with what the one before it returned."""
-    names = {id(module): name for name, module in model.named_modules()}
-    numbers: list[ValueFacts] = []
+def _output(output: Any, recorder: Recorder, model: nn.Module) -> Any:
+    """The model's output with references in place of tensors."""
 
-    def number(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        numbers.append(ValueFacts(leaf.nbytes, leaf.requires_grad))
-        return Ref(len(numbers) - 1)
+    def reference(leaf: Any) -> Any:
+        reference = recorder.reference(leaf)
+        if isinstance(reference, (Ref, Held)) or leaf is None or isinstance(leaf, (bool, int, float, str)):
+            return reference
+        raise TaskError(
+            f"{type(model).__name__} returns a {type(leaf).__name__}, which cannot be sent from part to part. Let it "
+            f"return tensors, alone or in tuples, lists and dictionaries (a model of transformers: config.use_cache = "
+            f"False)."
+        )
 
-    arguments = mapped(inputs, number)
-    count, values, calls = len(numbers), inputs, list[Call]()
-    with undisturbed(model), torch.enable_grad():
-        for layer in layers:
-            result = layer(*values)
-            values = (result,)
-            before = len(numbers)
-            returned = mapped(result, number)
-            found = iter(range(before, len(numbers)))
-            results = tuple(next(found) if isinstance(leaf, Tensor) else None for leaf in flat(result))
-            calls.append(Call(names[id(layer)], layer, arguments, {}, results, starts_layer=True))
-            arguments = (returned,)
-    return Graph(model, tuple(range(count)), calls, dict(enumerate(numbers)), arguments[0])
+    return mapped(output, reference)
 
 
-def tensors(structure: Any) -> list[Tensor]:
-    """The tensors in a structure."""
-    return [leaf for leaf in leaves(structure) if isinstance(leaf, Tensor)]
+def _glued(graph: Graph, recorder: Recorder) -> list[tuple[int, int, str]]:
+    """Calls that must stay together because one of them changes in place what the others use."""
+    addresses = {n: address(value) for n, value in enumerate(recorder.values) if isinstance(value, Tensor)}
+    ranges: list[tuple[int, int, str]] = []
+    for changing, storage in dict.fromkeys(recorder.mutations):
+        if not storage:
+            continue
+        numbers = {number for number, where in addresses.items() if where == storage}
+        users = [
+            index
+            for index, call in enumerate(graph.calls)
+            if call.refs() & numbers or numbers & set(call.results) or _holds(graph, call, storage)
+        ]
+        outside = bool(numbers & set(graph.inputs)) or any(_holds(graph, graph.calls[i], storage) for i in users)
+        last = max(users) if outside else changing
+        ranges.append((min(users), max(last, changing), graph.calls[changing].place))
+    return ranges
+
+
+def _holds(graph: Graph, call: Call, storage: int) -> bool:
+    return any(address(graph.tensor(path)) == storage for path in call.held())
+
+
+def _mark_repeatable(graph: Graph, recorder: Recorder) -> None:
+    """Mark calls that depend on sizes of the model's inputs and on constants only: any part may repeat them."""
+    together = {index for first, last, _ in graph.glued for index in range(first, last + 1)}
+    available: set[int] = set()
+    for index, call in enumerate(graph.calls):
+        enough = available | set(graph.inputs)
+        if index in recorder.pure and index not in together and call.refs() <= enough:
+            graph.calls[index] = replace(call, repeatable=True)
+            available |= {number for number in call.results if number is not None}
+
+
+def _check_parameters(graph: Graph, output: Any) -> None:
+    """Every parameter that gets a gradient must be one that the recorded calls use."""
+    seen: set[Any] = set()
+    nodes = [leaf.grad_fn for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    reached: set[int] = set()
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            reached.add(id(node.variable))
+        nodes += [following for following, _ in node.next_functions if following is not None]
+    used = {id(p) for call in graph.calls if call.module is not None for p in call.module.parameters()}
+    used |= {id(graph.tensor(path)) for call in graph.calls for path in call.held()}
+    for name, parameter in graph.model.named_parameters():
+        if id(parameter) in reached - used:
+            raise TaskError(
+                f"Parameter {name} of {type(graph.model).__name__} is used by a module that has not registered it, so "
+                f"that no part would own it. Assign it to an attribute of the module that uses it."
+            )
+
+
+def _without_unused_sizes(graph: Graph) -> Graph:
+    """The graph without sizes that nothing uses."""
+    needed = set(graph.outputs())
+    kept: list[int] = []
+    for index in reversed(range(len(graph.calls))):
+        call = graph.calls[index]
+        numbers = [number for number in call.results if number is not None]
+        if numbers and all(graph.facts[n].integer for n in numbers) and not needed & set(numbers):
+            continue
+        kept.append(index)
+        needed |= call.refs()
+    places = {index: place for place, index in enumerate(reversed(kept))}
+    below = [sum(1 for index in places if index < bound) for bound in range(len(graph.calls) + 1)]
+    graph.glued = [(below[first], below[last + 1] - 1, why) for first, last, why in graph.glued]
+    graph.calls = [graph.calls[index] for index in places]
+    return graph
+
+
+def _with_evaluation(graph: Graph, evaluation: Graph) -> Graph:
+    """The graph for training, with what differs in evaluation."""
+    difference = _difference(graph, evaluation)
+    if difference is not None:
+        graph.evaluation_differs = difference
+        return graph
+    for index, (call, other) in enumerate(zip(graph.calls, evaluation.calls, strict=True)):
+        if not _same((call.args, call.kwargs), (other.args, other.kwargs)):
+            graph.calls[index] = replace(call, in_evaluation=(other.args, other.kwargs))
+    return graph
+
+
+def _difference(graph: Graph, evaluation: Graph) -> str | None:
+    """Where evaluation makes other calls than training, if it does."""
+    for call, other in zip(graph.calls, evaluation.calls, strict=False):
+        if (call.target, call.results, call.name) != (other.target, other.results, other.name):
+            return call.place
+        if _references(call) != _references(other):
+            return call.place
+    longer = max(graph.calls, evaluation.calls, key=len)
+    shorter = min(len(graph.calls), len(evaluation.calls))
+    if len(longer) > shorter:
+        return longer[shorter].place
+    return None if _references(graph.output) == _references(evaluation.output) else "the model's output"
+
+
+def _references(arguments: Any) -> list[Any]:
+    if isinstance(arguments, Call):
+        arguments = (arguments.args, arguments.kwargs)
+    return [leaf for leaf in leaves(arguments) if isinstance(leaf, (Ref, Held))]
+
+
+def _same(arguments: Any, others: Any) -> bool:
+    mine, theirs = list(leaves(arguments)), list(leaves(others))
+    return len(mine) == len(theirs) and all(_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _equal(leaf: Any, other: Any) -> bool:
+    if isinstance(leaf, Tensor) or isinstance(other, Tensor):
+        return leaf is other or (isinstance(leaf, Tensor) and isinstance(other, Tensor) and torch.equal(leaf, other))
+    return leaf is other or (type(leaf) is type(other) and bool(leaf == other))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from offbeat.errors import UsageError
 from offbeat.protocols.pipelines.orders import Action, PipelineKind, Work
@@ -18,6 +19,7 @@ from offbeat.protocols.pipelines.plan import Crossing, PartEdge, PipelinePlan
 from offbeat.protocols.pipelines.rounds import ComputeStep, PipelineStep, ReceiveStep, SendStep, program, rounds
 from offbeat.runtime.data.batch_slicing import cut, examples_in
 from offbeat.runtime.gradients.first_loss import not_a_mean
+from offbeat.runtime.split.backward import backward, input_gradients
 from offbeat.runtime.split.messages import Bundles, Form, Incoming, Returning, form_of
 from offbeat.runtime.split.stages import SplitModel, Value
 
@@ -85,9 +87,10 @@ class StageExecutor:
         self._split, self._shape, self._stage, self._bundles = split, shape, stage, bundles
         self._routes = Routes(split, shape.stages)
         self._last = len(split.parts) - 1
-        self._criterion: Callable[[Any, Any], Tensor] | None = None
         self.seconds: defaultdict[Work, float] = defaultdict(float)
         """Seconds spent computing, by kind of work."""
+        self.weights: Sequence[Parameter] = ()
+        """What collects the gradients of weights."""
         self.checked = False
         """Whether a loss has been seen to be a mean over examples."""
         self._program = lru_cache(16)(self._program_of)
@@ -174,6 +177,7 @@ class _Step:
         self._incoming: dict[Crossing, Incoming] = {}
         self._returning: dict[Crossing, Returning] = {}
         self._deferred: list[ReceiveStep] = []
+        self._late: dict[tuple[int, int], Callable[[], None]] = {}  # Gradients of weights that are not computed yet.
         self._loss = torch.zeros((), dtype=torch.float64)
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -224,10 +228,17 @@ class _Step:
         gradients = {crossing: self._returning.pop(crossing).wait() for crossing in uses if crossing.gradient}
         began = time.perf_counter()
         part = self._executor.part_of(action)
-        if action.work is Work.FORWARD:
-            self._forward(part, action.microbatch)
-        else:
-            self._backward(part, action.microbatch, gradients)
+        match action.work:
+            case Work.FORWARD:
+                self._forward(part, action.microbatch)
+            case Work.BACKWARD:
+                backward(*self._roots(part, action.microbatch, gradients))
+            case Work.INPUT_GRADIENT:
+                roots = self._roots(part, action.microbatch, gradients)
+                later = input_gradients(*roots, self._leaves(part, action.microbatch), self._executor.weights)
+                self._late[part, action.microbatch] = later
+            case Work.WEIGHT_GRADIENT:
+                self._late.pop((part, action.microbatch))()
         self._executor.seconds[action.work] += time.perf_counter() - began
         if action.work is Work.FORWARD and self._deferred:
             deferred, self._deferred = self._deferred, []
@@ -248,8 +259,8 @@ class _Step:
         for value, tensor in outputs.items():
             if loss is None and tensor.requires_grad and not value.differentiable:
                 raise UsageError(
-                    f"a value that crosses from part {part} to another now needs a gradient, and did not when the model "
-                    f"was cut: parameters before it were unfrozen. Unfreeze them before the first step."
+                    f"a value that crosses from part {part} to another now needs a gradient, and did not when the "
+                    f"model was cut: parameters before it were unfrozen. Unfreeze them before the first step."
                 )
         self._held[part, number] = _Held({} if loss is not None else outputs, loss)
 
@@ -278,12 +289,13 @@ class _Step:
         self._loss += loss.detach().to(torch.float64).reshape(()) * weight
         return loss * weight
 
-    def _backward(self, part: int, number: int, came: dict[Crossing, list[Tensor]]) -> None:
+    def _roots(
+        self, part: int, number: int, came: dict[Crossing, list[Tensor]]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The tensors from which backward of a part begins, and their gradients."""
         held = self._held.pop((part, number))
         if held.loss is not None:
-            if held.loss.requires_grad:
-                held.loss.backward()
-            return
+            return ([held.loss], [None]) if held.loss.requires_grad else ([], [])
         routes = self._executor.routes
         totals: dict[Value, Tensor] = {}
         for crossing, gradients in came.items():
@@ -294,8 +306,12 @@ class _Step:
             if local is not None and local.grad is not None:
                 totals[value] = totals[value] + local.grad if value in totals else local.grad
         roots = [(held.outputs[value], total) for value, total in totals.items() if held.outputs[value].requires_grad]
-        if roots:
-            torch.autograd.backward([output for output, _ in roots], [total for _, total in roots])
+        return [output for output, _ in roots], [total for _, total in roots]
+
+    def _leaves(self, part: int, number: int) -> list[Tensor]:
+        """The values that a part took, to which gradients flow back."""
+        takes = self._executor.split.parts[part].takes
+        return [self._values[number, value] for value in takes if value.producer >= 0 and value.differentiable]
 
     # -- the loss -----------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,11 @@ class StandIns:
             for module, name, parameter, _ in self._places:
                 module._parameters[name] = parameter  # pyright: ignore[reportPrivateUsage]
 
+    @property
+    def stand_ins(self) -> list[Parameter]:
+        """The stand-ins themselves."""
+        return [stand_in for _, stand_in in self._pairs]
+
     def gradients(self) -> list[Tensor | None]:
         """What each parameter's stand-in has collected."""
         return [stand_in.grad for _, stand_in in self._pairs]

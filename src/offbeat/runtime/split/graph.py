@@ -54,8 +54,8 @@ class Call:
     """Numbers of the values in its result, flattened; None where there is something else."""
     grad: bool = True
     """False if it ran under `torch.no_grad()`."""
-    autocast: torch.dtype | None = None
-    """The type that `torch.autocast` inside the model asked for."""
+    autocast: tuple[bool, torch.dtype] | None = None
+    """Whether `torch.autocast` was on, and for which type, where the model itself has set it."""
     starts_layer: bool = False
     """Whether a cut may come directly before it."""
     place: str = ""
@@ -107,7 +107,16 @@ class Graph:
     output: Any
     """What the model returns, with `Ref` in place of tensors."""
     glued: list[tuple[int, int, str]] = field(default_factory=list[tuple[int, int, str]])
-    """Calls (first, last) that must not be separated, and why."""
+    """Calls (first, last) that must not be separated, and the place of the one that works in place."""
+    changing: frozenset[str] = frozenset()
+    """Buffers that change while training."""
+    evaluation_differs: str | None = None
+    """Where the model makes other calls in evaluation than in training, if it does."""
+
+    def tensor(self, path: str) -> Tensor:
+        """The parameter or buffer at a path."""
+        parent, _, name = path.rpartition(".")
+        return getattr(self.model.get_submodule(parent), name)
 
     def producers(self) -> dict[int, int]:
         """Which call produces each value."""
@@ -165,4 +174,4 @@ def mapped(structure: Any, change: Callable[[Any], Any]) -> Any:
 
 def flat(result: Any) -> Sequence[Any]:
     """The leaves of a call's result, in a fixed order."""
-    return (result,) if isinstance(result, Tensor) else list(leaves(result))
+    return list(leaves(result))

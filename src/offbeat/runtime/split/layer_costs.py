@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -18,8 +18,12 @@ from offbeat.runtime.split.parts import INPUT, StagePart, assemble, crossing_byt
 
 WARM_UP = 2
 """Runs of each layer before the ones that count."""
-RUNS = 5
-"""Runs of each layer at least; the median counts."""
+RUNS = 7
+"""Runs of each layer that count; their median is its time."""
+FEWEST = 3
+"""Runs of each layer that count where they take long."""
+BUDGET = 10.0
+"""Seconds of measuring after which the fewest runs are enough."""
 
 
 def sizes_only(graph: Graph, layers: Sequence[Layer]) -> list[LayerCost]:
@@ -32,25 +36,35 @@ def sizes_only(graph: Graph, layers: Sequence[Layer]) -> list[LayerCost]:
 
 
 def measured_costs(graph: Graph, layers: Sequence[Layer], inputs: tuple[Any, ...]) -> list[LayerCost]:
-    """The bytes of each layer, and the medians of its times forward and backward."""
+    """The bytes of each layer, and the medians of its times forward and backward.
+
+    The layers are timed in turn, again and again, so that whatever else the machine does meanwhile hits all of them.
+    """
     parts = assemble(graph, layers, range(len(layers) + 1))
     crossing = crossing_bytes(graph, layers)
     values: dict[tuple[int, int], Tensor] = {
         (INPUT, index): tensor
         for index, tensor in enumerate(leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor))
     }
-    costs: list[LayerCost] = []
+    taken: list[list[Tensor]] = []
+    saved: list[int] = []
     with undisturbed(graph.model), torch.enable_grad():
-        for number, (layer, part) in enumerate(zip(layers, parts, strict=True)):
-            taken = [_leaf(values[value.producer, value.index], value.differentiable) for value in part.takes]
-            outputs, saved = _saved(part, taken)
-            forward, backward = _times(part, taken)
-            costs.append(LayerCost(layer.name, forward, backward, crossing[number], _parameter_bytes(part), saved))
+        for number, part in enumerate(parts):
+            taken.append([_leaf(values[value.producer, value.index], value.differentiable) for value in part.takes])
+            outputs, kept = _saved(part, taken[-1])
+            saved.append(kept)
             values |= {(number, index): tensor.detach() for index, tensor in enumerate(outputs)}
-            # What no later part takes is not kept.
-            needed = {(value.producer, value.index) for later in parts[number + 1 :] for value in later.takes}
-            values = {key: tensor for key, tensor in values.items() if key in needed}
-    return costs
+        times = [_Times() for _ in parts]
+        began = time.perf_counter()
+        for done in range(WARM_UP + RUNS):
+            if done >= WARM_UP + FEWEST and time.perf_counter() - began > BUDGET:
+                break
+            for each in zip(parts, taken, times, strict=True):
+                _run(*each, counted=done >= WARM_UP)
+    return [
+        LayerCost(layer.name, median(t.forward), median(t.backward), crossed, _parameter_bytes(part), kept)
+        for layer, part, t, crossed, kept in zip(layers, parts, times, crossing, saved, strict=True)
+    ]
 
 
 def _leaf(tensor: Tensor, differentiable: bool) -> Tensor:
@@ -77,25 +91,23 @@ def _saved(part: StagePart, taken: Sequence[Tensor]) -> tuple[tuple[Tensor, ...]
     return outputs, sum(storages.values())
 
 
-def _times(part: StagePart, taken: Sequence[Tensor]) -> tuple[float, float]:
-    """Seconds of forward and of backward: medians after a few runs that do not count."""
-    needing = [*(tensor for tensor in taken if tensor.requires_grad), *part.parameters()]
-    needing = [tensor for tensor in needing if tensor.requires_grad]
-    forward: list[float] = []
-    backward: list[float] = []
-    for _ in range(WARM_UP + RUNS):
-        began = time.perf_counter()
-        outputs = part(*taken)
-        forward.append(time.perf_counter() - began)
-        results = [output for output in outputs if output.requires_grad]
-        gradients = [torch.ones_like(output) for output in results]
-        began = time.perf_counter()
-        if results and needing:
-            torch.autograd.grad(results, needing, gradients, allow_unused=True)
-        backward.append(time.perf_counter() - began)
-    return median(forward[WARM_UP:]), median(backward[WARM_UP:])
+@dataclass
+class _Times:
+    forward: list[float] = field(default_factory=list[float])
+    backward: list[float] = field(default_factory=list[float])
 
 
-def starts(layers: Sequence[Layer]) -> list[tuple[int, int]]:
-    """The calls of each layer."""
-    return list(pairwise([*(layer.start for layer in layers), layers[-1].stop]))
+def _run(part: StagePart, taken: Sequence[Tensor], times: _Times, *, counted: bool) -> None:
+    """Run a layer forward and backward, leaving the parameters' gradients alone."""
+    needing = [tensor for tensor in (*taken, *part.parameters()) if tensor.requires_grad]
+    began = time.perf_counter()
+    outputs = part(*taken)
+    forward = time.perf_counter() - began
+    results = [output for output in outputs if output.requires_grad]
+    gradients = [torch.ones_like(output) for output in results]
+    began = time.perf_counter()
+    if results and needing:
+        torch.autograd.grad(results, needing, gradients, allow_unused=True)
+    if counted:
+        times.forward.append(forward)
+        times.backward.append(time.perf_counter() - began)

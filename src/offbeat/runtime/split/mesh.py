@@ -59,7 +59,7 @@ class MeshPlace:
 
 
 class Mesh:
-    """The groups of a worker: those with its part of the model, over which gradients are exchanged, and its pipeline."""
+    """The groups of a worker: those with its part of the model, which exchange gradients, and its pipeline."""
 
     def __init__(self, place: MeshPlace, world: Group) -> None:
         if not isinstance(world, DirectGroup):

@@ -167,7 +167,7 @@ def _row(form: Form) -> list[int]:
     dtype, shape = form
     if dtype not in _DTYPES or len(shape) > _DIMENSIONS:
         raise RunError(
-            f"a tensor of {dtype} with {len(shape)} dimensions crosses from one stage to another, which only tensors of "
+            f"a tensor of {dtype} with {len(shape)} dimensions crosses from one stage to another, as only tensors of "
             f"usual types with at most {_DIMENSIONS} dimensions can. Convert it in the model, or cut elsewhere."
         )
     return [_DTYPES.index(dtype), len(shape), *shape, *[0] * (_DIMENSIONS - len(shape))]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,22 +39,29 @@ class StagePart(nn.Module):
     """What it returns."""
     logical: dict[str, str]
     """For each of its parameters and buffers, the name that the model has for it."""
-    layers: tuple[str, ...]
+    layer_names: tuple[str, ...]
     """Names of its layers."""
 
     def __init__(self, graph: Graph, calls: Sequence[Call], layers: Sequence[str], wanted: _Wanted) -> None:
         super().__init__()
-        self.takes, self.gives, self.layers = wanted.takes, wanted.gives, tuple(layers)
-        _adopt(self, graph.model, calls)
+        self.takes, self.gives, self.layer_names = wanted.takes, wanted.gives, tuple(layers)
+        _adopt(self, graph, calls)
         names = {id(tensor): name for name, tensor in _state(graph.model, remove_duplicate=True)}
         self.logical = {name: names.get(id(tensor), name) for name, tensor in _state(self)}
         self._program = _Program(graph, calls, wanted)
+        self._differs = graph.evaluation_differs
         self.train(graph.model.training)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """What the part gives, from what it takes."""
         if len(tensors) != len(self.takes):
             raise TypeError(f"this part takes {len(self.takes)} tensors, and was called with {len(tensors)}")
+        if self._differs is not None and not self.training:
+            raise TaskError(
+                f"The model makes other calls in evaluation than in training, first at {self._differs}, so its parts "
+                f"cannot evaluate. Let both take the same way, such as functional.dropout(x, training=self.training) "
+                f"in place of `if self.training`, or put that code into a module without modules of its own."
+            )
         return self._program.run(tensors, self.training)
 
 
@@ -152,37 +159,31 @@ def _state(module: nn.Module, *, remove_duplicate: bool = False) -> list[tuple[s
     ]
 
 
-def _adopt(part: nn.Module, model: nn.Module, calls: Sequence[Call]) -> None:
+def _adopt(part: nn.Module, graph: Graph, calls: Sequence[Call]) -> None:
     """Register what the calls use of the model in the part, under the same paths."""
+    model = graph.model
     paths = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
     modules = {paths[id(call.module)]: call.module for call in calls if call.module is not None}
     for path in sorted(modules, key=len):
         parent, _, name = path.rpartition(".")
         folder = _folder(part, parent)
-        if name not in folder._modules:  # pyright: ignore[reportPrivateUsage]
-            folder.add_module(name, modules[path])
+        # Directly, because a model may have names that a part uses itself, such as `takes`.
+        folder._modules.setdefault(name, modules[path])  # pyright: ignore[reportPrivateUsage]
     for path in sorted({path for call in calls for path in call.held()}):
         parent, _, name = path.rpartition(".")
-        folder, tensor = _folder(part, parent), _tensor(model, path)
-        if isinstance(tensor, nn.Parameter):
-            folder.register_parameter(name, tensor)
-        else:
-            folder.register_buffer(name, tensor)
+        folder, tensor = _folder(part, parent), graph.tensor(path)
+        tensors = folder._parameters if isinstance(tensor, nn.Parameter) else folder._buffers  # pyright: ignore[reportPrivateUsage]
+        cast("dict[str, Tensor]", tensors).setdefault(name, tensor)
 
 
 def _folder(part: nn.Module, path: str) -> nn.Module:
     """The module at a path of the part; empty ones are made where there is none."""
     folder = part
     for name in path.split(".") if path else []:
-        if name not in folder._modules:  # pyright: ignore[reportPrivateUsage]
-            folder.add_module(name, nn.Module())
-        folder = folder.get_submodule(name)
+        inner = folder._modules.setdefault(name, nn.Module())  # pyright: ignore[reportPrivateUsage]
+        assert inner is not None  # noqa: S101 -- a model's path leads through modules only
+        folder = inner
     return folder
-
-
-def _tensor(model: nn.Module, path: str) -> Tensor:
-    parent, _, name = path.rpartition(".")
-    return getattr(model.get_submodule(parent), name)
 
 
 Slots = list[Any]
@@ -229,7 +230,6 @@ class _Prepared:
         self._call = call
         self._target = call.target
         self._results = [None if value is None else program.slot(value) for value in call.results]
-        self._single = len(self._results) == 1
         self._plain = not call.grad or call.autocast is not None
         self.touched = {program.slot(value) for value in call.refs()} | {s for s in self._results if s is not None}
         self.last_uses: list[int] = []
@@ -256,11 +256,11 @@ class _Prepared:
         except Exception as error:
             error.add_note(f"in {self._call.name or 'the model'}, called at {self._call.place}")
             raise
-        if self._single:
-            if self._results[0] is not None:
-                slots[self._results[0]] = flat(result)[0]
-        else:
-            for slot, part in zip(self._results, flat(result), strict=True):
+        if self._results:
+            parts = (result,) if isinstance(result, Tensor) else flat(result)
+            if len(parts) != len(self._results):
+                raise TaskError(_other_results(self._call, len(parts)))
+            for slot, part in zip(self._results, parts, strict=True):
                 if slot is not None:
                     slots[slot] = part
         for slot in self.last_uses:
@@ -275,7 +275,8 @@ class _Prepared:
         modes = ExitStack()
         modes.enter_context(nullcontext() if self._call.grad else torch.no_grad())
         if self._call.autocast is not None:
-            modes.enter_context(torch.autocast("cpu", self._call.autocast))
+            enabled, dtype = self._call.autocast
+            modes.enter_context(torch.autocast("cpu", dtype, enabled=enabled))
         return modes
 
 
@@ -305,3 +306,12 @@ def _getter(argument: Any, program: _Program, model: nn.Module) -> Getter:
         )
 
     return build
+
+
+def _other_results(call: Call, count: int) -> str:
+    name = getattr(call.target, "__name__", type(call.target).__name__)
+    return (
+        f"{name} at {call.place} returned {count} values, and {len(call.results)} for the batch on which the model was "
+        f"captured, so other calls would be needed. Put that code into a module that is kept whole (a module without "
+        f"modules of its own, or one named in `kept`), or use batches of one size."
+    )

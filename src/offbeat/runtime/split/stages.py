@@ -108,6 +108,7 @@ def split_model(
     else:
         graph = capture(model, inputs, frozenset(kept or ()))
     chain = graph.layers()
+    _check_layers(graph, chain, parts)
     if bounds is None:
         costs = measured_costs(graph, chain, inputs)
         cut = best_cut(costs, parts, memory_limit, slack=SLACK)
@@ -117,6 +118,7 @@ def split_model(
         if cut.parts != parts:
             raise TaskError(f"bounds={tuple(bounds)} cut into {cut.parts} parts, but {parts} were asked for.")
     made = assemble(graph, chain, cut.bounds)
+    _check_buffers(graph, made)
     return SplitModel(made, cut, costs, _tied(graph.model, made), _numbered(graph))
 
 
@@ -130,12 +132,35 @@ def _tied(model: nn.Module, parts: Sequence[StagePart]) -> list[tuple[tuple[int,
     return [group for group in groups if len({number for number, _ in group}) > 1]
 
 
+def _check_buffers(graph: Graph, parts: Sequence[StagePart]) -> None:
+    """Refuse a buffer that several parts would change, each its own copy."""
+    for name in sorted(graph.changing):
+        buffer = graph.tensor(name)
+        users = [n for n, part in enumerate(parts) if any(buffer is other for other in part.buffers())]
+        if len(users) > 1:
+            module = name.rpartition(".")[0] or type(graph.model).__name__
+            raise TaskError(
+                f"Module {module} is used by parts {' and '.join(map(str, users))}, and each use changes its buffer "
+                f"{name!r}, of which every part would have its own. Make a module for each use, or cut elsewhere."
+            )
+
+
+def _check_layers(graph: Graph, layers: Sequence[Layer], parts: int) -> None:
+    """Say which layers work in place where that is why there are too few of them."""
+    if parts <= len(layers) or not graph.glued:
+        return
+    first, last, place = graph.glued[0]
+    names = [call.name for call in graph.calls[first : last + 1] if call.name]
+    raise TaskError(
+        f"The model has {len(layers)} layers that can be separated, too few for {parts} parts. Some cannot be, because "
+        f"a value that would cross the cut is changed in place: {names[0]} to {names[-1]}, changed at {place}. Use "
+        f"functions that return a new tensor (`x = x + y` for `x += y`, ReLU() for ReLU(inplace=True)), or ask for at "
+        f"most {len(layers)} parts."
+    )
+
+
 def _numbered(graph: Graph) -> Any:
     """The model's output with references to what the last part gives."""
     place = {number: index for index, number in enumerate(graph.outputs())}
     return mapped(graph.output, lambda leaf: Ref(place[leaf.number]) if isinstance(leaf, Ref) else leaf)
 
-
-def layer_names(layers: Sequence[Layer]) -> list[str]:
-    """Names of the layers."""
-    return [layer.name for layer in layers]

@@ -46,7 +46,7 @@ class Holdings:
         self.loaders: list[Loader] = []
         self.others: list[Stateful] = []
         self.whole: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Inside, models and optimizers have their whole state, also where each worker holds a part; a collective call."""
+        """Inside, models and optimizers have their whole state, where workers have parts of them. A collective call."""
         self._searched = False
 
     def has(self, thing: object) -> bool:
@@ -155,9 +155,15 @@ class Memory:
     """
 
     def __init__(
-        self, folder: Path | None, group: Group, identity: Mapping[str, Any], holdings: Holdings, replicated: bool
+        self,
+        folder: Path | None,
+        group: Group,
+        identity: Mapping[str, Any],
+        holdings: Holdings,
+        replicated: bool,
+        relaid: Callable[[str, str], bool] = lambda _before, _now: False,
     ) -> None:
-        self._checkpoints = None if folder is None else Checkpoints(folder / "checkpoint", group, identity)
+        self._checkpoints = None if folder is None else Checkpoints(folder / "checkpoint", group, identity, relaid)
         self._group, self._holdings, self._replicated = group, holdings, replicated
         if self._checkpoints is not None and group.membership.leads:
             discard(self._checkpoints.folder)  # Parts left by a killed run must not mix with new ones.

@@ -1,15 +1,13 @@
-"""A loop for models that may be split: saves its losses and its last model, to compare runs under several strategies."""
+"""A loop for models that may be split: saves its losses and its last model, to compare runs under any strategies."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import offbeat
@@ -69,7 +67,7 @@ def data_for(kind: str) -> TensorDataset:
 
 def criterion(output: Tensor, target: Tensor) -> Tensor:
     """The mean cross entropy of examples or of their words."""
-    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+    return cross_entropy(output.flatten(0, -2), target.flatten())
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -84,11 +82,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def main() -> None:
     """Train, and save what came of it."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out")
     parser.add_argument("--model", default="mlp")
     parser.add_argument("--optimizer", default="SGD")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--clip", action="store_true")
+    for wrong in ("--clip", "--called", "--summed"):
+        parser.add_argument(wrong, action="store_true")
     words = parser.parse_args()
     torch.set_default_dtype(torch.float64)
     losses: list[float] = []
@@ -99,10 +98,13 @@ def main() -> None:
         optimizer = getattr(torch.optim, words.optimizer)(model.parameters(), **rate)
         loader = DataLoader(data_for(words.model), batch_size=BATCH, shuffle=True)
         model, optimizer, loader = team.prepare(model, optimizer, loader)
-        step = team.pipeline(model, criterion)
+        step = team.pipeline(model, (lambda x, y: cross_entropy(x, y, reduction="sum")) if words.summed else criterion)
+        score = 0.0
         while team.step < words.steps and not team.stopping:
             for inputs, target in loader:
                 optimizer.zero_grad()
+                if words.called:
+                    model(inputs)
                 losses.append(float(step(inputs, target)) * len(target))
                 if words.clip:
                     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -115,10 +117,8 @@ def main() -> None:
                 model.train()
             team.report(score=score)
         with team.averaged(model):
-            state = {name: value.tolist() for name, value in model.state_dict().items()}
-        words.out.mkdir(exist_ok=True)
-        mine = {"losses": losses, "model": state, "score": score}
-        (words.out / f"{team.rank}.json").write_text(json.dumps(mine))
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+        torch.save({"losses": losses, "model": state, "score": score}, f"{words.out}-{team.rank}.pt")
 
 
 main()
