@@ -19,10 +19,11 @@ from offbeat.runtime.state.checkpoint_manager import Holdings
 from offbeat.runtime.state.random_state import capture, packed, restore, unpacked
 from offbeat.runtime.tensor_parallel.apply import SplitTensors, apply
 from offbeat.runtime.tensor_parallel.plan import TensorPlan, plan
-from offbeat.strategies import Combined
+from offbeat.strategies import Combined, TensorParallel
 from offbeat.strategies.worker.capabilities import Starter
 from offbeat.strategies.worker.exchange import Exchange
 from offbeat.strategies.worker.flat_rows import Rows
+from offbeat.task import Task
 
 
 class TensorWork:
@@ -145,3 +146,15 @@ class TensorWork:
         """Remove the hook."""
         if self._guard is not None:
             self._guard.remove()
+
+
+def check_task(task: Task, strategy: Combined) -> None:
+    """Refuse ways by which the model of a task cannot be divided, without memory for its parameters."""
+    for part in strategy.split:
+        if isinstance(part, TensorParallel):
+            try:
+                with torch.device("meta"):
+                    model = task.model()
+            except Exception:  # Not every model can be made without memory: then its workers look at it.
+                return
+            plan(model, part.ways, task.tensor_plan(model))

@@ -61,8 +61,7 @@ class SplitTensors:
         self._cuts: list[tuple[Parameter, Cut]] = [
             (parameter, cut) for parameter in model.parameters() if (cut := cut_of(parameter)) is not None
         ]
-        for parameter, _ in self._cuts:
-            watch_norms(parameter, lambda: self._depth == 0, ways)
+        watch_norms([parameter for parameter, _ in self._cuts], lambda: self._depth == 0, ways)
 
     @property
     def is_whole(self) -> bool:

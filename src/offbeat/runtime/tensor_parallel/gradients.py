@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.nn import Parameter
 
+from offbeat.runtime.gradients.buckets import hook
 from offbeat.runtime.tensor_parallel.ways import Ways
 
 
@@ -63,14 +65,25 @@ def _joined(ways: Ways, norm: Tensor, order: float) -> Tensor:
     return ways.sum(norm.double() ** order, "the norm of a gradient").pow_(1 / order).to(norm.dtype)
 
 
-def watch_norms(parameter: Parameter, is_split: Callable[[], bool], ways: Ways) -> Any:
-    """Let gradients of a split parameter have the norm of the whole."""
+def watch_norms(parameters: Sequence[Parameter], is_split: Callable[[], bool], ways: Ways) -> None:
+    """After each backward pass, let the gradients of these split parameters have the norms of the whole ones."""
+    engine = Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
+    running = [False]
 
-    def mark(accumulated: Tensor) -> None:
-        gradient = accumulated.grad
-        if gradient is not None and type(gradient) is Tensor and is_split():
-            marked = gradient.as_subclass(WayGradient)
-            marked.ways = ways
-            accumulated.grad = marked
+    def begin(_: Tensor) -> None:
+        if not running[0] and is_split():
+            running[0] = True
+            # Exchanges between replicas replace gradients when backward ends: this is queued after them.
+            engine.queue_callback(lambda: engine.queue_callback(mark))
 
-    return parameter.register_post_accumulate_grad_hook(mark)
+    def mark() -> None:
+        running[0] = False
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and type(gradient) is Tensor:
+                marked = gradient.as_subclass(WayGradient)
+                marked.ways = ways
+                parameter.grad = marked
+
+    for parameter in parameters:
+        hook(parameter, begin)

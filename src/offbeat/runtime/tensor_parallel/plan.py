@@ -133,7 +133,8 @@ def _by_user(model: nn.Module, own: Mapping[str, str], whole: dict[str, str]) ->
             )
         if text not in list(Manner):
             raise StrategyError(
-                f"the tensor plan says {name!r}: {text!r}, which is no way to split.{did_you_mean(str(text), Manner)}"
+                f"the tensor plan says {name!r}: {text!r}, which is not a way to split."
+                f"{did_you_mean(str(text), [manner.value for manner in Manner])}"
             )
         module, manner = modules[name], Manner(text)
         if manner is Manner.WHOLE:
