@@ -18,6 +18,8 @@ _PATTERNS = (
     r"chaos/torchs_own\.py::.*-all\]",
     r"test_contracts\.py::.*\[(coded-4|elastic\(period=2,asynchronous=False\)-3)-(?!exact|uneven)",
     r"test_contracts\.py::.*\[(ddp-2|single-1)-(?!exact|uneven|a_crash|success)",
+    r"test_pipelines\.py::test_stages_end.*\[(mlp-(SGD|AdamW)-pipeline|skips-AdamW|skips-SGD-pipeline\(2(\)|, [niz]))",
+    r"test_pipelines\.py::test_stages_end.*\[words-(AdamW-pipeline\(2|SGD-pipeline\((4|2(\)|, [ng])))",
     r"test_own_loops\.py::test_a_loop_ends.*-(allreduce-3|ddp \+ accumulate\(2\)-3)\]",
     r"test_own_loops\.py::test_a_loop_ends.*\[(clip_value|schedule_per_batch|parameter_groups|two_optimizers|gan_maker_first"
     r"|zeros_kept|two_losses|penalty_on_weights|called_twice|numbered_epochs|evaluated)-(ddp|allreduce \+)",
