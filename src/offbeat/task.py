@@ -12,7 +12,7 @@ import inspect
 import sys
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -107,6 +107,15 @@ class Task(_Referable):
         """How `tensor(ways)` splits the model's modules: `column`, `row`, `heads`, `vocabulary` or `whole`, by name.
 
         Modules that are not named stay whole. None finds out itself what can be split.
+        """
+        del model
+        return None
+
+    def stages(self, model: nn.Module) -> Sequence[nn.Module] | None:
+        """Modules of the model that, run one after another, are the model: a pipeline cuts only between these.
+
+        Each is called with what the one before it returned, a tuple as several arguments. None, unless overridden:
+        then the model's layers are found by running it once on a batch.
         """
         del model
         return None

@@ -117,6 +117,7 @@ def test_the_strategies_and_their_aliases_are_these() -> None:
         "accumulate",
         "local",
         *compressors,
+        "pipeline",
     ]
     assert aliases() == {
         "sequential": "single",

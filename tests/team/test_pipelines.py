@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from own_scripts.running import left, run_script, same
 from safetensors.torch import load_file
 
-from offbeat.errors import StrategyError, WorkerError
+from offbeat.errors import StrategyError, UsageError, WorkerError
 from offbeat.run.drive import drive
 from offbeat.run.job import Job, resolve, target_of
 from offbeat.runtime.launch import Launcher
@@ -48,15 +49,18 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("alone")
 
 
-CASES = [
-    ("words", "AdamW", "pipeline(2)", 2),
-    ("skips", "SGD", "pipeline(2, gpipe, microbatches=3)", 2),
-    ("words", "SGD", "pipeline(2, interleaved, microbatches=4, chunks=2)", 2),
-    ("words", "SGD", "pipeline(2, zero_bubble, microbatches=3)", 2),
-    ("mlp", "SGD", "allreduce + pipeline(2, naive)", 4),
-    ("mlp", "AdamW", "allreduce + accumulate(2) + pipeline(2)", 2),
-    ("words", "AdamW", "pipeline(4)", 4),
+SCHEDULES = [
+    *("pipeline(2)", "pipeline(2, naive)", "pipeline(2, gpipe, microbatches=3)"),
+    *("pipeline(2, interleaved, microbatches=4, chunks=2)", "pipeline(2, zero_bubble, microbatches=3)"),
 ]
+CASES = [
+    *product(("mlp", "skips", "words"), ("SGD", "AdamW"), SCHEDULES, (2,)),
+    ("mlp", "AdamW", "allreduce + accumulate(2) + pipeline(2)", 2),
+    ("mlp", "SGD", "allreduce + pipeline(2, naive)", 4),
+    ("words", "AdamW", "pipeline(4)", 4),
+    ("words", "SGD", "pipeline(4, zero_bubble)", 4),
+]
+"""All but a few run in `make chaos` only; see tests/wide.py."""
 
 
 @pytest.mark.parametrize(("model", "optimizer", "strategy", "workers"), CASES)
@@ -82,11 +86,16 @@ def test_a_run_moves_from_stages_to_one_process_and_back(launcher: Launcher, tmp
     run: Path | None = None
     result: dict[str, Any] = {}
     for strategy, workers, steps in (("pipeline(2)", 2, 7), ("single", 1, 13), ("pipeline(2)", 2, 20)):
-        folder = tmp_path / f"until-{steps}"
-        result = trained(launcher, folder, strategy, workers, *words, steps=steps, resume=run)[0]
+        result = trained(launcher, tmp_path, strategy, workers, *words, steps=steps, resume=run)[0]
         losses += result["losses"]
-        run = run or next((folder / "runs").glob("2*"))
+        run = run or next((tmp_path / "runs").glob("2*"))
     assert_same(expected, result | {"losses": losses})
+
+
+def test_clipping_by_the_global_norm_sees_all_stages(launcher: Launcher, tmp_path: Path, shared: Path) -> None:
+    words = ["--model", "words", "--optimizer", "SGD", "--clip"]
+    for result in trained(launcher, tmp_path, "pipeline(2)", 2, *words):
+        assert_same(alone(launcher, shared, *words), result)
 
 
 def test_a_killed_stage_is_named_and_the_run_can_be_resumed(launcher: Launcher, tmp_path: Path, shared: Path) -> None:
@@ -134,7 +143,7 @@ def test_a_task_learns_in_stages_as_it_does_alone(launcher: Launcher, tmp_path: 
 def test_what_cannot_be_trained_in_stages_is_refused(
     launcher: Launcher, tmp_path: Path, words: list[str], strategy: str, message: str
 ) -> None:
-    with pytest.raises(WorkerError, match=message):
+    with pytest.raises(UsageError, match=message):
         trained(launcher, tmp_path, strategy, 2, *words)
 
 

@@ -21,7 +21,7 @@ from offbeat.runtime.run.settings import Goal, Target
 from offbeat.runtime.run.untrusted_files import is_file, is_folder, is_there
 from offbeat.runtime.state.checkpoint import newest, newest_step
 from offbeat.strategies import Combined, Pipeline, combined, parse
-from offbeat.strategies.layouts import relaid
+from offbeat.strategies.splitting.layouts import relaid
 from offbeat.task import AnyTask, IterativeTask, Task, TaskReference, reference_to
 from offbeat.team.tensor import check_task
 

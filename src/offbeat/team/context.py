@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
 
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.data.loaders import Share
@@ -22,7 +24,7 @@ from offbeat.runtime.state import random_state
 from offbeat.runtime.state.checkpoint_manager import Holdings, Memory
 from offbeat.strategies import Combined, Pipeline, combined, parse
 from offbeat.strategies.compressors import Compressing
-from offbeat.strategies.layouts import relaid
+from offbeat.strategies.splitting.layouts import relaid
 from offbeat.strategies.worker.capabilities import Accounted, Metered, Observed, Starter, refuse_halves
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing, pace_of
 from offbeat.strategies.worker.loop_hooks import LoopHooks
@@ -99,6 +101,36 @@ class Workplace:
     def begin_step(self) -> None:
         """A step begins: inject the faults due before it. Repeated calls in a step do nothing."""
         self.disturber.step(self.step)
+
+    def pipeline(
+        self,
+        model: nn.Module,
+        criterion: Callable[[Any, Any], Tensor],
+        layers: Sequence[nn.Module] | None = None,
+    ) -> Callable[[Any, Any], Tensor]:
+        """A function `loss = step(inputs, target)`, in place of forward and backward, for a model that may be split.
+
+        `criterion(output, target)` is a mean over the examples of a batch. Under a strategy with `pipeline` the model
+        is cut into stages in the first call; under any other, the function calls the model and backward. `layers` are
+        modules of the model between which it may be cut, if they are not to be found (see `Task.stages`).
+        """
+        if isinstance(self.split, SplitWork):
+            return self.split.step_of(model, criterion, layers)
+
+        def step(inputs: Any, target: Any) -> Tensor:
+            loss = criterion(model(inputs), target)
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    def tensor_plan(self, own: Mapping[str, str]) -> None:
+        """Say how `tensor(ways)` splits modules, by their names; before `prepare`. Any other strategy ignores it.
+
+        `column`, `row`, `heads`, `vocabulary` or `whole`; modules that are not named stay whole. See docs/tensor.md.
+        """
+        if isinstance(self.split, TensorWork):
+            self.split.follow(own)
 
     def redivide(self) -> None:
         """Divide dead workers' shares over the live ones."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -13,14 +13,15 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.errors import StrategyError, UsageError
 from offbeat.runtime.data.batch_slicing import cut
 from offbeat.runtime.groups.group import Group
+from offbeat.runtime.pipeline.executor import PipelineShape, StageExecutor, examples_of
+from offbeat.runtime.pipeline.foreign_gradient import ForeignGradients
+from offbeat.runtime.pipeline.gradients import StandIns
+from offbeat.runtime.pipeline.messages import Bundles
+from offbeat.runtime.pipeline.state import SplitState, total_of
 from offbeat.runtime.run.settings import Goal
 from offbeat.runtime.run.stopwatch import Stopwatch
-from offbeat.runtime.split.executor import PipelineShape, StageExecutor, examples_of
-from offbeat.runtime.split.gradients import StandIns
 from offbeat.runtime.split.mesh import Mesh, MeshPlace
-from offbeat.runtime.split.messages import Bundles
 from offbeat.runtime.split.stages import split_model
-from offbeat.runtime.split.state import SplitState, total_of
 from offbeat.runtime.state.checkpoint_manager import Holdings
 from offbeat.strategies import Combined, Pipeline
 from offbeat.strategies.worker.capabilities import Starter
@@ -69,6 +70,8 @@ class SplitWork:
         self._state: SplitState | None = None
         self._executor: StageExecutor | None = None
         self._stand_ins: StandIns | None = None
+        self._foreign: ForeignGradients | None = None
+        self._between: Sequence[nn.Module] | None = None
         self._steps = 0
         self._evenness = 0.0
         self._layers: tuple[tuple[str, str], ...] = ()
@@ -111,8 +114,11 @@ class SplitWork:
         if self._guard is not None:
             self._guard.remove()
 
-    def step_of(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-        """The function for one step of this model."""
+    def step_of(
+        self, model: nn.Module, criterion: Callable[[Any, Any], Tensor], layers: Sequence[nn.Module] | None
+    ) -> Callable[[Any, Any], Tensor]:
+        """The function for one step of this model, which may be cut between these layers."""
+        self._between = layers
 
         def step(inputs: Any, target: Any) -> Tensor:
             if model is not self._model:
@@ -134,6 +140,8 @@ class SplitWork:
             loss = executor.step(batch, criterion, count)
             self._sum_tied(executor, stand_ins)
         stand_ins.deliver()
+        if self._foreign is not None:
+            self._foreign.give()
         self._steps += 1
         return loss
 
@@ -158,13 +166,13 @@ class SplitWork:
         figures = torch.zeros(1, dtype=torch.float64)
         split = None
         if self._world.rank == 0:
-            split = split_model(model, (inputs,), parts)
+            split = split_model(model, (inputs,), parts, layers=self._between)
             bounds, figures = torch.tensor(split.bounds), torch.tensor([split.cut.evenness], dtype=torch.float64)
         with self._stopwatch.spent_on("communicate"):
             self._world.share(bounds, "where the model is cut")
             self._evenness = float(self._world.share(figures, "where the model is cut"))
         if split is None:
-            split = split_model(model, (inputs,), parts, bounds=bounds.tolist())
+            split = split_model(model, (inputs,), parts, bounds=bounds.tolist(), layers=self._between)
         self._watch()
         stages = [split.parts[stage :: pipeline.stages] for stage in range(pipeline.stages)]
         self._layers = tuple((split.costs[layers[0]].name, split.costs[layers[-1]].name) for layers in split.cut.ranges)
@@ -180,6 +188,7 @@ class SplitWork:
         self._state.shed()
         self._stand_ins = StandIns(model, self._state.own)
         self._executor.weights = self._stand_ins.stand_ins
+        self._foreign = ForeignGradients(self._state, self._holdings.optimizers)
 
     def _sum_tied(self, executor: StageExecutor, stand_ins: StandIns) -> None:
         """Sum the gradients of parameters that several stages use, on all of these, in the order of the stages."""
@@ -223,6 +232,12 @@ class SplitWork:
             if self._state is not None:
                 stack.enter_context(self._state.whole(optimizers=True))
             yield
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._unwatch()
+        if self._foreign is not None:
+            self._foreign.close()
 
     def notes(self) -> dict[str, Any]:
         """What each stage has and how long it computed, for the result. Collective."""

@@ -8,7 +8,7 @@ requested, everything before it is done: there checkpoints are written and runs 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
@@ -94,6 +94,10 @@ class Team:
         """The workers, and this one's side of the strategy."""
         self.ledger, self.stopwatch, self.reports, self.gauge = work.ledger, work.stopwatch, work.reports, work.gauge
         """The run's progress, times, reports and gradient noise."""
+        self.pipeline = work.pipeline
+        """`team.pipeline(model, criterion)`: a function for steps of a model that may be split; see docs/split.md."""
+        self.tensor_plan = work.tensor_plan
+        """`team.tensor_plan({...})`: how `tensor(ways)` splits modules, by their names; see docs/tensor.md."""
         self.notes = work.notes
         """Further entries for the result."""
         self.folder = assignment.folder
@@ -155,35 +159,6 @@ class Team:
         work.admitting = work.group.membership.awaited
         self._boundaries.at_report()
         return self.stopping
-
-    def pipeline(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-        """A function `loss = step(inputs, target)`, in place of forward and backward, for a model that may be split.
-
-        `criterion(output, target)` is a mean over the examples of a batch. Under a strategy with `pipeline` the model
-        is cut into stages in the first call; under any other, the function calls the model and backward.
-        """
-        if self._place.split is not None:
-            return self._place.split.step_of(model, criterion)
-
-        def step(inputs: Any, target: Any) -> Tensor:
-            loss = criterion(model(inputs), target)
-            loss.backward()
-            return loss.detach()
-
-        return step
-
-    def tensor_plan(self, own: Mapping[str, str]) -> None:
-        """Say how `tensor(ways)` splits modules, by their names; before `prepare`. Any other strategy ignores it.
-
-        `column`, `row`, `heads`, `vocabulary` or `whole`; modules that are not named stay whole. See docs/tensor.md.
-        """
-        work = self._place.split
-        if isinstance(work, TensorWork):
-            if work.adopted:
-                raise UsageError(
-                    "tensor_plan() came after prepare(model), which has split the model already. Call it before."
-                )
-            work.own = dict(own)
 
     @contextmanager
     def averaged(self, *models: nn.Module) -> Generator[None]:
@@ -299,8 +274,9 @@ class Team:
             if isinstance(membership := work.group.membership, StaticMembership):
                 membership.depart(failed=not done)
             publishes = self._boundaries.publishes
+            splits = () if work.split is None else (work.split,)
             gauges = () if work.gauge is None else (work.gauge,)
-            for part in (self._adoption, *gauges, work.watch, work.pace, work.exchange, work.memory):
+            for part in (self._adoption, *splits, *gauges, work.watch, work.pace, work.exchange, work.memory):
                 part.close()
             if publishes:
                 work.memory.publish_complete(at_end=True)

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import StrategyError, UsageError
@@ -45,8 +45,7 @@ class TensorWork:
         self._strategy, self._mesh, self._world = strategy, mesh, world
         self._exchange, self._stopwatch, self._holdings, self._send = exchange, stopwatch, holdings, send
         holdings.whole = lambda: self._whole(True)
-        self.own: Mapping[str, str] | None = None
-        """What the task or the loop says about how modules are split."""
+        self._own: Mapping[str, str] | None = None  # What the task or the loop says about how modules are split.
         self._model: nn.Module | None = None
         self._plan: TensorPlan | None = None
         self._split: SplitTensors | None = None
@@ -57,10 +56,13 @@ class TensorWork:
         """Which replica this worker has a part of, and how many there are."""
         return self._mesh.place.replica, self._mesh.place.replicas
 
-    @property
-    def adopted(self) -> bool:
-        """Whether a model has been planned."""
-        return self._plan is not None
+    def follow(self, own: Mapping[str, str]) -> None:
+        """Split modules as they are named here, and no others."""
+        if self._plan is not None:
+            raise UsageError(
+                "tensor_plan() came after prepare(model), which has planned already. Call it before, or not at all."
+            )
+        self._own = dict(own)
 
     def adopt(self, model: nn.Module) -> None:
         """Start from worker 0's model, and plan how it is split."""
@@ -70,7 +72,7 @@ class TensorWork:
                 f"strategy without tensor."
             )
         self._model = model
-        self._plan = plan(model, self._mesh.place.ways, self.own)
+        self._plan = plan(model, self._mesh.place.ways, self._own)
         if self._world.rank == 0:
             self._send({"kind": "plan", "text": self._plan.explain()})
         flat = Rows([*model.parameters(), *model.buffers()], every_kind=True)
@@ -114,16 +116,6 @@ class TensorWork:
             self._exchange.install(model)
             if isinstance(self._exchange, Starter):
                 self._exchange.begin()
-
-    def step_of(self, model: nn.Module, criterion: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-        """The function for one step of this model."""
-
-        def step(inputs: Any, target: Any) -> Tensor:
-            loss = criterion(model(inputs), target)
-            loss.backward()
-            return loss.detach()
-
-        return step
 
     def whole(self) -> Any:
         """Inside, every worker has the whole model, so that each may evaluate its own examples."""

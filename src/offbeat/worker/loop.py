@@ -114,11 +114,8 @@ def train(task: Task, team: Team) -> None:
     model, optimizer, batches = team.prepare(model, optimizer, batches)
     if schedule is not None:
         team.prepare(schedule)
-    step = (
-        team.pipeline(model, task.criterion)
-        if any(isinstance(part, Pipeline) for part in team.strategy.split)
-        else None
-    )
+    staged = any(isinstance(part, Pipeline) for part in team.strategy.split)
+    step = team.pipeline(model, task.criterion, task.stages(model)) if staged else None
     validate = _scorer(task, model, team, data.validation)
     judged = -1
     check_noise = checks(task, model, team) if team.goal.gauge else None

@@ -39,9 +39,7 @@ def test_no_cut_is_better_than_the_best_one(costs: list[LayerCost], data: st.Dat
     parts = data.draw(st.integers(1, len(costs)))
     limit = data.draw(st.none() | st.integers(0, 40))
     fitting = [
-        bounds
-        for bounds in every_cut(len(costs), parts)
-        if limit is None or max(memories(costs, bounds)) <= limit
+        bounds for bounds in every_cut(len(costs), parts) if limit is None or max(memories(costs, bounds)) <= limit
     ]
     if not fitting:
         with pytest.raises(StrategyError, match=f"into {parts} parts keeps each part within"):

@@ -47,7 +47,7 @@ class PipelineCut:
     """A chain of layers in consecutive parts."""
 
     bounds: tuple[int, ...]
-    """Part i has the layers from bounds[i] up to, not including, bounds[i + 1]; the first is 0, the last their number."""
+    """Part i has the layers from bounds[i] up to, not including, bounds[i + 1]; from 0 to the number of layers."""
     slowest: float
     """Seconds that the slowest part takes per microbatch."""
     total: float
@@ -83,6 +83,7 @@ def best_cut(
         memory_limit: Bytes that the layers of a part may need, each `LayerCost.memory`; None for no limit.
         slack: Cuts whose slowest part is at most this share slower than necessary count as equally good. Measured
             times differ by a few percent from one measurement to the next, and bytes do not.
+
     """
     count = len(costs)
     _check_count(costs, parts)
@@ -168,7 +169,7 @@ def _does_not_fit(costs: Sequence[LayerCost], parts: int, limit: int, least: flo
     largest = max(costs, key=lambda cost: cost.memory)
     total = sum(cost.memory for cost in costs)
     advice = (
-        f"The largest layer, {largest.name}, alone needs {_megabytes(largest.memory)}: raise the limit to that at least."
+        f"The largest layer, {largest.name}, alone needs {_megabytes(largest.memory)}: raise the limit to that."
         if largest.memory > limit
         else f"The best cut by memory needs {_megabytes(least)} in its largest part: raise the limit to that, or ask "
         f"for more parts."

@@ -39,6 +39,13 @@ class Action(NamedTuple):
     microbatch: int
     chunk: int = 0  # Which of the stage's parts.
 
+    @property
+    def brief(self) -> str:
+        """In few words, for tables."""
+        return f"{self.work.value.replace('_', ' ')} {self.microbatch}" + (
+            f", chunk {self.chunk}" if self.chunk else ""
+        )
+
     def __str__(self) -> str:
         """In words, for errors and pictures."""
         words = f"{self.work.value.replace('_', ' ')} of microbatch {self.microbatch}"

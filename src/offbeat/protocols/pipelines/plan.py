@@ -6,8 +6,7 @@ connection is an edge over several parts, and a value that several later parts n
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -65,6 +64,13 @@ class Crossing(NamedTuple):
         """Whether it goes back."""
         return self.consumer < self.producer
 
+    @property
+    def brief(self) -> str:
+        """In few words, for tables."""
+        return (
+            f"{'gradients' if self.gradient else 'activations'} {self.microbatch}, {self.producer} to {self.consumer}"
+        )
+
     def __str__(self) -> str:
         """In words, for errors and pictures."""
         kind = "gradients" if self.gradient else "activations"
@@ -116,7 +122,7 @@ class PipelinePlan:
             if key in known:
                 raise UsageError(
                     f"the output of part {edge.source} crosses to stage {key[1]} twice: give one edge for each stage, "
-                    f"to the first part that needs it (`crossing_edges` does)."
+                    f"to the first part that needs it."
                 )
             known.add(key)
 
@@ -210,32 +216,3 @@ class PipelinePlan:
     def view(self, hosts: Sequence[int] | None = None) -> View:
         """The stages, all on one host unless a host is given for each."""
         return View.of(self.stages, hosts)
-
-
-def crossing_edges(
-    takes: Sequence[Iterable[tuple[int, int]]],
-    nbytes: Callable[[tuple[int, int]], int],
-    gradient_nbytes: Callable[[tuple[int, int]], int],
-    stages: int,
-) -> tuple[PartEdge, ...]:
-    """Edges for parts of any graph: what a part hands to a stage crosses once, to the first part there that needs it.
-
-    Args:
-        takes: For each part the values that it takes, as (part that produces it, number of its output); the model's
-            own inputs, produced by part -1, cross nothing.
-        nbytes: Bytes of a value.
-        gradient_nbytes: Bytes of its gradient; 0 if it has none.
-        stages: Number of stages.
-    """
-    values: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
-    first: dict[tuple[int, int], int] = {}
-    for part, taken in enumerate(takes):
-        for value in taken:
-            if value[0] >= 0:
-                key = value[0], part % stages
-                values[key].add((value[0], value[1]))
-                first.setdefault(key, part)
-    return tuple(
-        PartEdge(key[0], first[key], sum(map(nbytes, crossing)), sum(map(gradient_nbytes, crossing)))
-        for key, crossing in values.items()
-    )

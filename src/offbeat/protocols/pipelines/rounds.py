@@ -1,15 +1,15 @@
 """A pipeline as a schedule, and what each stage does by it.
 
 There is a `COMPUTE` round for each action and a `SEND` round for each value that crosses to another stage, as soon as
-it is computed. Rounds are listed in the order in which they begin if messages take no time, so a stage sends in the
-order in which it computes. The rounds are what is checked, costed, simulated and drawn, and `program` reads off them
-what a process does: nothing else decides who sends what to whom.
+it is computed. Rounds are listed in the order in which they begin (if messages take no time, unless it is known what
+they take), so a stage sends in the order in which it computes. The rounds are what is checked, costed, simulated and
+drawn, and `program` reads off them what a process does: nothing else decides who sends what to whom.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +19,8 @@ from offbeat.protocols.pipelines.orders import Action, Work
 from offbeat.protocols.pipelines.plan import Crossing, PipelinePlan
 from offbeat.protocols.schedule import IntArray, Layout, Op, Round, Schedule, Stream, View
 
-AHEAD = 2
-"""How many computations before the one that uses a value its receive is posted, so that it comes meanwhile."""
+AHEAD = 1
+"""By how many computations a receive is posted before its value is sent: with 1, sends need no buffer to end."""
 
 
 class ComputeStep(NamedTuple):
@@ -61,10 +61,16 @@ def schedule(plan: PipelinePlan) -> Schedule:
     return pipeline
 
 
-def rounds(plan: PipelinePlan) -> list[Round]:
-    """All rounds; a ScheduleError if the orders of the stages wait for each other for ever."""
-    writer = _Writer(plan)
-    for _, _, stage, what in sorted(_events(plan), key=lambda event: event[:2]):
+Delay = Callable[[Crossing], float]
+
+
+def rounds(plan: PipelinePlan, delay: Delay = lambda _: 0.0) -> list[Round]:
+    """All rounds; a ScheduleError if the orders of the stages wait for each other for ever.
+
+    `delay` is what a message takes. It changes only which of several stages is listed first.
+    """
+    writer = _RoundWriter(plan)
+    for _, _, stage, what in sorted(_events(plan, delay), key=lambda event: event[:2]):
         if isinstance(what, Action):
             writer.compute(stage, what)
         else:
@@ -75,20 +81,16 @@ def rounds(plan: PipelinePlan) -> list[Round]:
 def program(played: Sequence[Round], stage: int, ahead: int = AHEAD) -> tuple[PipelineStep, ...]:
     """What a stage does, one after the other, as the rounds have it.
 
-    A receive is posted `ahead` computations before the one that uses it, or earlier, so that receives from a stage are
-    posted in the order in which it sends.
+    A receive is posted before the last `ahead` computations that the stage begins before the value is sent, or earlier,
+    so that receives from a stage are posted in the order in which it sends.
     """
     steps: list[tuple[int, PipelineStep]] = []  # With the number of computations before it.
-    receives: dict[int, tuple[int, ReceiveStep]] = {}  # By round, with the computation that uses it.
+    receives: dict[int, tuple[int, ReceiveStep]] = {}  # By round, with the computations before it.
     computed = 0
     for number, each in enumerate(played):
         what = each.what
         if isinstance(what, Action) and each.target[0] == stage:
-            uses: list[Crossing] = []
-            for earlier in each.after:
-                if earlier in receives:
-                    receives[earlier] = computed, receives[earlier][1]
-                    uses.append(receives[earlier][1].value)
+            uses = [receives[earlier][1].value for earlier in each.after if earlier in receives]
             steps.append((computed, ComputeStep(what, tuple(uses))))
             computed += 1
         elif isinstance(what, Crossing) and each.source[0] == stage:
@@ -102,25 +104,24 @@ def _merged(
     steps: list[tuple[int, PipelineStep]], receives: list[tuple[int, ReceiveStep]], ahead: int
 ) -> Iterator[PipelineStep]:
     """The steps, and before each computation the receives to be posted by then."""
-    posted: list[tuple[int, ReceiveStep]] = []
-    soonest: dict[int, int] = {}
-    for use, receive in reversed(receives):
-        place = min(use - ahead, soonest.get(receive.source, use))
-        soonest[receive.source] = place
-        posted.append((place, receive))
+    soonest: dict[int, int] = {}  # By the stage that sends: when its later receives are posted.
+    posts: list[tuple[int, PipelineStep]] = []
+    for computed, receive in reversed(receives):
+        soonest[receive.source] = min(computed - ahead, soonest.get(receive.source, computed))
+        posts.append((soonest[receive.source], receive))
+    posts.reverse()
+    early = deque(sorted(posts, key=lambda post: post[0]))
     for number, step in steps:
-        if isinstance(step, ComputeStep):
-            while posted and posted[-1][0] <= number:
-                yield posted.pop()[1]
+        while isinstance(step, ComputeStep) and early and early[0][0] <= number:
+            yield early.popleft()[1]
         yield step
-    yield from (receive for _, receive in reversed(posted))
 
 
 _Event = tuple[float, int, int, Action | Crossing]  # When, in which order, on which stage, what.
 
 
-def _events(plan: PipelinePlan) -> Iterator[_Event]:
-    """Every computation when it begins and every value when it leaves, if messages take no time."""
+def _events(plan: PipelinePlan, delay: Delay) -> Iterator[_Event]:
+    """Every computation when it begins and every value when it leaves, if messages never queue."""
     came: dict[Crossing, float] = {}
     free, place = [0.0] * plan.stages, [0] * plan.stages
     left, count = sum(map(len, plan.orders)), 0
@@ -140,6 +141,7 @@ def _events(plan: PipelinePlan) -> Iterator[_Event]:
                     came[value] = free[stage]
                     count = number
                     if plan.crosses(value):
+                        came[value] += delay(value)
                         yield free[stage], number, stage, value
                 done.add((stage, action))
                 place[stage], left, count = place[stage] + 1, left - 1, count + 1
@@ -167,7 +169,7 @@ def _stuck(
             yield f"stage {stage} cannot begin the {action}, its computation {place[stage]}, without the {lacking[0]}"
 
 
-class _Writer:
+class _RoundWriter:
     """Numbers rounds, and finds those that each comes after."""
 
     def __init__(self, plan: PipelinePlan) -> None:
@@ -208,6 +210,4 @@ class _Writer:
         self._sent[value] = len(self.rounds)
         start, stop = (np.array([end], dtype=np.int64) for end in self._plan.extent(value))
         source, target = self._ranks[stage], self._ranks[self._plan.stage_of(value.consumer)]
-        self.rounds.append(
-            Round(Op.SEND, source, target, start, stop, start, (self._computes[value],), what=value)
-        )
+        self.rounds.append(Round(Op.SEND, source, target, start, stop, start, (self._computes[value],), what=value))

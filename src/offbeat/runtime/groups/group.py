@@ -221,7 +221,6 @@ class DirectGroup(Group):
         self, place: Place, timeout: timedelta, device: torch.device, connection: Connection | None = None
     ) -> None:
         super().__init__(place, timeout)
-        self._device = device
         self._connection = connection or (Connection(place, timeout, device) if self.size > 1 else None)
         self.sums_by: Sums | None = None  # The chosen algorithm; None: the process group's own.
         self.process_group: Any = None  # The torch process group underneath; None for one worker alone.
@@ -276,21 +275,6 @@ class DirectGroup(Group):
         lane.waits = self.waits.lane(self.connection.lanes)
         lane.sent = self.sent.lane()
         return lane
-
-    def part(self, members: Sequence[int], name: str) -> DirectGroup:
-        """Some of the workers, by rank, as a group of their own; each of them calls this, under the same name.
-
-        Whether a wait there is hopeless is not known to the others: it ends with a death or at the deadline.
-        """
-        size, rank = len(members), members.index(self.rank)
-        if size == 1:
-            part = DirectGroup(Place(), self.timeout, self._device)
-        else:
-            one_host = len({int(self.view.hosts[member]) for member in members}) == 1
-            place = Place(rank=rank, size=size, local_rank=rank, local_size=size if one_host else 1)
-            part = DirectGroup(place, self.timeout, self._device, self.connection.part(members, name))
-        part.sent = self.sent.lane()
-        return part
 
     @property
     def shares_memory(self) -> bool:
@@ -416,3 +400,20 @@ class DirectGroup(Group):
         if self._connection is not None:
             self._connection.close()
         self.process_group = None
+
+
+def part_of(group: DirectGroup, members: Sequence[int], name: str) -> DirectGroup:
+    """Some of the workers, by rank, as a group of their own; each of them calls this, under the same name.
+
+    Whether a wait there is hopeless is not known to the others: it ends with a death or at the deadline.
+    """
+    size, device = len(members), torch.device("cpu")
+    if size == 1:
+        part = DirectGroup(Place(), group.timeout, device)
+    else:
+        rank = members.index(group.rank)
+        one_host = len({int(group.view.hosts[member]) for member in members}) == 1
+        place = Place(rank=rank, size=size, local_rank=rank if one_host else 0, local_size=size if one_host else 1)
+        part = DirectGroup(place, group.timeout, device, group.connection.part(members, name))
+    part.sent = group.sent.lane()
+    return part

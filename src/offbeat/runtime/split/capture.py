@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from offbeat.errors import OffbeatError, TaskError, did_you_mean
-from offbeat.runtime.split.graph import Call, Graph, Held, Ref, ValueFacts, leaves, mapped
-from offbeat.runtime.split.recorder import Recorder, address, recording
+from offbeat.runtime.split.graph import Graph, ModelCall, OwnTensor, Ref, ValueFacts, copied, leaves, mapped
+from offbeat.runtime.split.recorder import CallRecorder, DataDependentError, address, recording
 from offbeat.runtime.split.verify import verify
 
 
@@ -45,15 +45,17 @@ class _Chain:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._layers = layers
 
-    def __call__(self, *values: Any) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
+        values: tuple[Any, ...] = inputs
+        result: Any = None
         for layer in self._layers:
             result = layer(*values)
-            values = result if isinstance(result, tuple) else (result,)
-        return values if len(values) > 1 else values[0]
+            values = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else (result,)
+        return result
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Generator[None]:
     """Leaves buffers and the state of random numbers afterwards as they were before."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with torch.random.fork_rng(devices=[]):
@@ -66,6 +68,38 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _captured(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozenset[str]) -> Graph:
+    """Capture a model as its code runs; or, if that depends on the data, as it runs under torch.compile.
+
+    Libraries such as transformers look at the data to save work, and leave that out where `torch.compiler` says that
+    the model is being compiled.
+    """
+    try:
+        graph = _in_both_modes(model, run, inputs, kept)
+    except DataDependentError as refusal:
+        try:
+            with _as_if_compiling():
+                graph = _in_both_modes(model, run, inputs, kept)
+        except Exception:
+            raise refusal from None
+    with undisturbed(model), torch.no_grad():
+        verify(graph, run, inputs)
+    return graph
+
+
+@contextmanager
+def _as_if_compiling() -> Generator[None]:
+    """Makes `torch.compiler.is_compiling()` true, as `torch.export` does while it traces."""
+    compiler = cast("Any", torch.compiler)
+    before = compiler._is_compiling_flag
+    compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before
+
+
+def _in_both_modes(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozenset[str]) -> Graph:
+    """The calls for training, with the arguments that differ in evaluation."""
     modes = {module: module.training for module in model.modules()}
     if not model.training:
         model.train()
@@ -74,20 +108,15 @@ def _captured(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozens
             graph = _recorded(model, run, inputs, kept)
         model.eval()
         with undisturbed(model), torch.enable_grad():
-            graph = _with_evaluation(graph, _recorded(model, run, inputs, kept))
-        for module, mode in modes.items():
-            module.training = mode
-        with undisturbed(model), torch.no_grad():
-            verify(graph, run, inputs)
-        return graph
+            return _with_evaluation(graph, _recorded(model, run, inputs, kept))
     finally:
         for module, mode in modes.items():
             module.training = mode
 
 
 def _recorded(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozenset[str]) -> Graph:
-    recorder = Recorder(model, kept)
-    mapped(inputs, recorder.add_input)
+    recorder = CallRecorder(model, kept)
+    inputs = mapped(copied(inputs), recorder.known.add_input)
     before = {name: id(buffer) for name, buffer in model.named_buffers()}
     versions = {name: buffer._version for name, buffer in model.named_buffers()}  # pyright: ignore[reportPrivateUsage]
     try:
@@ -106,7 +135,8 @@ def _recorded(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozens
                 f"not see. Change the buffer in place instead, such as `self.{name}.copy_(...)`."
             )
     changing = frozenset(name for name, buffer in after.items() if buffer._version != versions[name])  # pyright: ignore[reportPrivateUsage]
-    graph = Graph(model, tuple(recorder.inputs), recorder.calls, _facts(recorder), _output(output, recorder, model))
+    returned = _output(output, recorder, model)
+    graph = Graph(model, tuple(recorder.known.inputs), recorder.calls, _facts(recorder), returned)
     graph.changing = changing
     graph.glued = _glued(graph, recorder)
     _mark_repeatable(graph, recorder)
@@ -114,10 +144,10 @@ def _recorded(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozens
     return _without_unused_sizes(graph)
 
 
-def _facts(recorder: Recorder) -> dict[int, ValueFacts]:
+def _facts(recorder: CallRecorder) -> dict[int, ValueFacts]:
     """What is known of each value, once nothing changes any more."""
     facts: dict[int, ValueFacts] = {}
-    for number, value in enumerate(recorder.values):
+    for number, value in enumerate(recorder.known.values):
         if isinstance(value, Tensor):
             floating = value.is_floating_point() or value.is_complex()
             facts[number] = ValueFacts(value.nbytes, floating and value.requires_grad)
@@ -126,12 +156,14 @@ def _facts(recorder: Recorder) -> dict[int, ValueFacts]:
     return facts
 
 
-def _output(output: Any, recorder: Recorder, model: nn.Module) -> Any:
+def _output(output: Any, recorder: CallRecorder, model: nn.Module) -> Any:
     """The model's output with references in place of tensors."""
 
     def reference(leaf: Any) -> Any:
-        reference = recorder.reference(leaf)
-        if isinstance(reference, (Ref, Held)) or leaf is None or isinstance(leaf, (bool, int, float, str)):
+        reference = recorder.known.reference(leaf)
+        if isinstance(reference, (OwnTensor, Tensor)):
+            return recorder.give(leaf)
+        if isinstance(reference, Ref) or leaf is None or isinstance(leaf, (bool, int, float, str)):
             return reference
         raise TaskError(
             f"{type(model).__name__} returns a {type(leaf).__name__}, which cannot be sent from part to part. Let it "
@@ -142,9 +174,9 @@ def _output(output: Any, recorder: Recorder, model: nn.Module) -> Any:
     return mapped(output, reference)
 
 
-def _glued(graph: Graph, recorder: Recorder) -> list[tuple[int, int, str]]:
+def _glued(graph: Graph, recorder: CallRecorder) -> list[tuple[int, int, str]]:
     """Calls that must stay together because one of them changes in place what the others use."""
-    addresses = {n: address(value) for n, value in enumerate(recorder.values) if isinstance(value, Tensor)}
+    addresses = {n: address(value) for n, value in enumerate(recorder.known.values) if isinstance(value, Tensor)}
     ranges: list[tuple[int, int, str]] = []
     for changing, storage in dict.fromkeys(recorder.mutations):
         if not storage:
@@ -161,11 +193,11 @@ def _glued(graph: Graph, recorder: Recorder) -> list[tuple[int, int, str]]:
     return ranges
 
 
-def _holds(graph: Graph, call: Call, storage: int) -> bool:
+def _holds(graph: Graph, call: ModelCall, storage: int) -> bool:
     return any(address(graph.tensor(path)) == storage for path in call.held())
 
 
-def _mark_repeatable(graph: Graph, recorder: Recorder) -> None:
+def _mark_repeatable(graph: Graph, recorder: CallRecorder) -> None:
     """Mark calls that depend on sizes of the model's inputs and on constants only: any part may repeat them."""
     together = {index for first, last, _ in graph.glued for index in range(first, last + 1)}
     available: set[int] = set()
@@ -179,16 +211,18 @@ def _mark_repeatable(graph: Graph, recorder: Recorder) -> None:
 def _check_parameters(graph: Graph, output: Any) -> None:
     """Every parameter that gets a gradient must be one that the recorded calls use."""
     seen: set[Any] = set()
-    nodes = [leaf.grad_fn for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    nodes: list[Any] = [
+        leaf.grad_fn for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+    ]
     reached: set[int] = set()
     while nodes:
         node = nodes.pop()
-        if node in seen:
+        if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
             reached.add(id(node.variable))
-        nodes += [following for following, _ in node.next_functions if following is not None]
+        nodes += [following for following, _ in node.next_functions]
     used = {id(p) for call in graph.calls if call.module is not None for p in call.module.parameters()}
     used |= {id(graph.tensor(path)) for call in graph.calls for path in call.held()}
     for name, parameter in graph.model.named_parameters():
@@ -244,9 +278,9 @@ def _difference(graph: Graph, evaluation: Graph) -> str | None:
 
 
 def _references(arguments: Any) -> list[Any]:
-    if isinstance(arguments, Call):
+    if isinstance(arguments, ModelCall):
         arguments = (arguments.args, arguments.kwargs)
-    return [leaf for leaf in leaves(arguments) if isinstance(leaf, (Ref, Held))]
+    return [leaf for leaf in leaves(arguments) if isinstance(leaf, (Ref, OwnTensor))]
 
 
 def _same(arguments: Any, others: Any) -> bool:

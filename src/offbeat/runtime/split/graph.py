@@ -20,7 +20,7 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Held:
+class OwnTensor:
     """A parameter or buffer of the model, by the path where the model has it."""
 
     path: str
@@ -39,7 +39,7 @@ class ValueFacts:
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """One call of a function, or of a module as a whole."""
 
     name: str
@@ -47,7 +47,7 @@ class Call:
     target: Callable[..., Any]
     """What is called."""
     args: tuple[Any, ...]
-    """Positional arguments, with `Ref` and `Held` in place of the model's own values."""
+    """Positional arguments, with `Ref` and `OwnTensor` in place of the model's own values."""
     kwargs: dict[str, Any]
     """Keyword arguments, in the same way."""
     results: tuple[int | None, ...]
@@ -77,11 +77,11 @@ class Call:
 
     def held(self) -> set[str]:
         """Paths of the parameters and buffers that it uses directly."""
-        return {leaf.path for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Held)}
+        return {leaf.path for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, OwnTensor)}
 
 
 @dataclass(frozen=True)
-class Layer:
+class ModelLayer:
     """Consecutive calls that are never separated."""
 
     name: str
@@ -100,7 +100,7 @@ class Graph:
     """The model itself, whose modules, parameters and buffers the calls use."""
     inputs: tuple[int, ...]
     """Values that are the model's inputs; the n-th is the n-th tensor of the flattened batch."""
-    calls: list[Call]
+    calls: list[ModelCall]
     """The calls, in order."""
     facts: dict[int, ValueFacts]
     """Facts about every value."""
@@ -120,22 +120,21 @@ class Graph:
 
     def producers(self) -> dict[int, int]:
         """Which call produces each value."""
-        return {
-            value: index for index, call in enumerate(self.calls) for value in call.results if value is not None
-        }
+        return {value: index for index, call in enumerate(self.calls) for value in call.results if value is not None}
 
     def outputs(self) -> tuple[int, ...]:
         """Values that the model returns, each once."""
         return tuple(dict.fromkeys(leaf.number for leaf in leaves(self.output) if isinstance(leaf, Ref)))
 
-    def layers(self) -> list[Layer]:
+    def layers(self) -> list[ModelLayer]:
         """The finest layers into which the calls can be cut."""
         starts = [0] + [i for i, call in enumerate(self.calls) if i and call.starts_layer]
         first = next((i for i, call in enumerate(self.calls) if call.starts_layer), 0)
         starts = [start for start in starts if start == 0 or start > first]
         starts = [start for start in starts if not any(first < start <= last for first, last, _ in self.glued)]
         return [
-            Layer(self._layer_name(start, stop), start, stop) for start, stop in pairwise([*starts, len(self.calls)])
+            ModelLayer(self._layer_name(start, stop), start, stop)
+            for start, stop in pairwise([*starts, len(self.calls)])
         ]
 
     def _layer_name(self, start: int, stop: int) -> str:
@@ -175,3 +174,8 @@ def mapped(structure: Any, change: Callable[[Any], Any]) -> Any:
 def flat(result: Any) -> Sequence[Any]:
     """The leaves of a call's result, in a fixed order."""
     return list(leaves(result))
+
+
+def copied(inputs: Any) -> Any:
+    """The same inputs in memory of their own, for a model that changes its inputs."""
+    return mapped(inputs, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)

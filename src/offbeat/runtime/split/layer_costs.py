@@ -13,8 +13,8 @@ from torch import Tensor
 
 from offbeat.protocols.pipelines.cut import LayerCost
 from offbeat.runtime.split.capture import undisturbed
-from offbeat.runtime.split.graph import Graph, Layer, leaves
-from offbeat.runtime.split.parts import INPUT, StagePart, assemble, crossing_bytes
+from offbeat.runtime.split.graph import Graph, ModelLayer, copied, leaves
+from offbeat.runtime.split.parts import INPUT, StagePart, assemble, crossing
 
 WARM_UP = 2
 """Runs of each layer before the ones that count."""
@@ -26,25 +26,24 @@ BUDGET = 10.0
 """Seconds of measuring after which the fewest runs are enough."""
 
 
-def sizes_only(graph: Graph, layers: Sequence[Layer]) -> list[LayerCost]:
+def sizes_only(graph: Graph, layers: Sequence[ModelLayer]) -> list[LayerCost]:
     """The bytes of each layer; no times."""
     parts = assemble(graph, layers, range(len(layers) + 1))
     return [
-        LayerCost(layer.name, 0.0, 0.0, crossing, _parameter_bytes(part))
-        for layer, part, crossing in zip(layers, parts, crossing_bytes(graph, layers), strict=True)
+        LayerCost(layer.name, 0.0, 0.0, sum(crossed), _parameter_bytes(part))
+        for layer, part, crossed in zip(layers, parts, crossing(graph, layers), strict=True)
     ]
 
 
-def measured_costs(graph: Graph, layers: Sequence[Layer], inputs: tuple[Any, ...]) -> list[LayerCost]:
+def measured_costs(graph: Graph, layers: Sequence[ModelLayer], inputs: tuple[Any, ...]) -> list[LayerCost]:
     """The bytes of each layer, and the medians of its times forward and backward.
 
     The layers are timed in turn, again and again, so that whatever else the machine does meanwhile hits all of them.
     """
     parts = assemble(graph, layers, range(len(layers) + 1))
-    crossing = crossing_bytes(graph, layers)
     values: dict[tuple[int, int], Tensor] = {
         (INPUT, index): tensor
-        for index, tensor in enumerate(leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor))
+        for index, tensor in enumerate(leaf for leaf in leaves(copied(inputs)) if isinstance(leaf, Tensor))
     }
     taken: list[list[Tensor]] = []
     saved: list[int] = []
@@ -62,8 +61,8 @@ def measured_costs(graph: Graph, layers: Sequence[Layer], inputs: tuple[Any, ...
             for each in zip(parts, taken, times, strict=True):
                 _run(*each, counted=done >= WARM_UP)
     return [
-        LayerCost(layer.name, median(t.forward), median(t.backward), crossed, _parameter_bytes(part), kept)
-        for layer, part, t, crossed, kept in zip(layers, parts, times, crossing, saved, strict=True)
+        LayerCost(layer.name, median(t.forward), median(t.backward), sum(crossed), _parameter_bytes(part), kept)
+        for layer, part, t, crossed, kept in zip(layers, parts, times, crossing(graph, layers), saved, strict=True)
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offbeat.errors import UsageError
-from offbeat.runtime.groups.group import DirectGroup, Group
+from offbeat.runtime.groups.group import DirectGroup, Group, part_of
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Mesh:
         if not isinstance(world, DirectGroup):
             raise UsageError("workers that hold parts of a model must be connected directly, not through servers")
         self.place = place
-        self.replicas = world.part(place.same_part, f"stage {place.stage} way {place.way}")
+        self.replicas = part_of(world, place.same_part, f"stage {place.stage} way {place.way}")
         """The workers that have the same part of the model, one in each replica."""
-        self.pipeline = world.part(place.pipeline, f"replica {place.replica} way {place.way}")
+        self.pipeline = part_of(world, place.pipeline, f"replica {place.replica} way {place.way}")
         """The workers that have the stages of this replica; its ranks are stages."""
         self.tensor = world.part(place.tensor, f"replica {place.replica} stage {place.stage}")
         """The workers that share this stage's tensors; its ranks are ways."""

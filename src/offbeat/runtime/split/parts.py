@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.errors import TaskError
-from offbeat.runtime.split.graph import Call, Graph, Held, Layer, Ref, flat, leaves, mapped
+from offbeat.runtime.split.graph import Graph, ModelCall, ModelLayer, OwnTensor, Ref, flat, leaves, mapped
 
 INPUT = -1
 """Producer of values that are the model's own inputs."""
@@ -39,18 +39,18 @@ class StagePart(nn.Module):
     """What it returns."""
     logical: dict[str, str]
     """For each of its parameters and buffers, the name that the model has for it."""
-    layer_names: tuple[str, ...]
+    layers: tuple[str, ...]
     """Names of its layers."""
 
-    def __init__(self, graph: Graph, calls: Sequence[Call], layers: Sequence[str], wanted: _Wanted) -> None:
+    def __init__(self, graph: Graph, calls: Sequence[ModelCall], layers: Sequence[str], wanted: _Wanted) -> None:
         super().__init__()
-        self.takes, self.gives, self.layer_names = wanted.takes, wanted.gives, tuple(layers)
+        self.takes, self.gives, self.layers = wanted.takes, wanted.gives, tuple(layers)
         _adopt(self, graph, calls)
         names = {id(tensor): name for name, tensor in _state(graph.model, remove_duplicate=True)}
         self.logical = {name: names.get(id(tensor), name) for name, tensor in _state(self)}
         self._program = _Program(graph, calls, wanted)
         self._differs = graph.evaluation_differs
-        self.train(graph.model.training)
+        self.training = graph.model.training  # Not its modules', which are the model's own.
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """What the part gives, from what it takes."""
@@ -75,7 +75,7 @@ class _Wanted:
     given: tuple[int, ...]
 
 
-def assemble(graph: Graph, layers: Sequence[Layer], bounds: Sequence[int]) -> list[StagePart]:
+def assemble(graph: Graph, layers: Sequence[ModelLayer], bounds: Sequence[int]) -> list[StagePart]:
     """The parts of a cut at these layers."""
     ranges = [(layers[start].start, layers[stop - 1].stop) for start, stop in pairwise(bounds)]
     parts = [_with_repeats(graph, start, stop) for start, stop in ranges]
@@ -84,31 +84,30 @@ def assemble(graph: Graph, layers: Sequence[Layer], bounds: Sequence[int]) -> li
     return [StagePart(graph, *each) for each in zip(parts, names, wanted, strict=True)]
 
 
-def crossing_bytes(graph: Graph, layers: Sequence[Layer]) -> list[int]:
-    """Bytes that would cross a cut directly after each layer."""
+def crossing(graph: Graph, layers: Sequence[ModelLayer]) -> list[list[int]]:
+    """Bytes of each value that would cross a cut directly after each layer."""
     producers = graph.producers()
     last_use = dict.fromkeys(graph.outputs(), len(graph.calls))
     for index, call in reversed(list(enumerate(graph.calls))):
         for number in call.refs():
             last_use.setdefault(number, index)
-    crossing: list[int] = []
-    for layer in layers:
-        alive = [
-            number
+    return [
+        [
+            graph.facts[number].nbytes
             for number, index in producers.items()
             if index < layer.stop <= last_use.get(number, -1) and not graph.calls[index].repeatable
         ]
-        crossing.append(sum(graph.facts[number].nbytes for number in alive))
-    return crossing
+        for layer in layers
+    ]
 
 
-def _with_repeats(graph: Graph, start: int, stop: int) -> list[Call]:
+def _with_repeats(graph: Graph, start: int, stop: int) -> list[ModelCall]:
     """The calls of a part, preceded by cheap ones of earlier parts that it computes again."""
     producers = graph.producers()
     needed = {number for call in graph.calls[start:stop] for number in call.refs()}
     if stop == len(graph.calls):
         needed |= set(graph.outputs())
-    repeats: list[Call] = []
+    repeats: list[ModelCall] = []
     for index in range(start - 1, -1, -1):
         call = graph.calls[index]
         if call.repeatable and any(producers.get(number) == index for number in needed):
@@ -117,7 +116,7 @@ def _with_repeats(graph: Graph, start: int, stop: int) -> list[Call]:
     return [*reversed(repeats), *graph.calls[start:stop]]
 
 
-def _wanted(graph: Graph, parts: Sequence[Sequence[Call]]) -> list[_Wanted]:
+def _wanted(graph: Graph, parts: Sequence[Sequence[ModelCall]]) -> list[_Wanted]:
     """What every part takes and gives."""
     outputs = graph.outputs()
     home: dict[int, int] = dict.fromkeys(graph.inputs, INPUT)
@@ -159,7 +158,7 @@ def _state(module: nn.Module, *, remove_duplicate: bool = False) -> list[tuple[s
     ]
 
 
-def _adopt(part: nn.Module, graph: Graph, calls: Sequence[Call]) -> None:
+def _adopt(part: nn.Module, graph: Graph, calls: Sequence[ModelCall]) -> None:
     """Register what the calls use of the model in the part, under the same paths."""
     model = graph.model
     paths = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
@@ -193,7 +192,7 @@ Getter = Callable[[Slots], Any]
 class _Program:
     """The calls of a part, prepared to run quickly: every value has a slot."""
 
-    def __init__(self, graph: Graph, calls: Sequence[Call], wanted: _Wanted) -> None:
+    def __init__(self, graph: Graph, calls: Sequence[ModelCall], wanted: _Wanted) -> None:
         self._model = graph.model
         numbers = [*wanted.taken, *(value for call in calls for value in call.results if value is not None)]
         self._slots = {value: slot for slot, value in enumerate(dict.fromkeys(numbers))}
@@ -226,7 +225,7 @@ class _Program:
 class _Prepared:
     """One call with the slots of its arguments and results."""
 
-    def __init__(self, program: _Program, call: Call, model: nn.Module) -> None:
+    def __init__(self, program: _Program, call: ModelCall, model: nn.Module) -> None:
         self._call = call
         self._target = call.target
         self._results = [None if value is None else program.slot(value) for value in call.results]
@@ -289,11 +288,11 @@ def _getter(argument: Any, program: _Program, model: nn.Module) -> Getter:
     if isinstance(argument, Ref):
         slot = program.slot(argument.number)
         return lambda slots: slots[slot]
-    if isinstance(argument, Held):
+    if isinstance(argument, OwnTensor):
         parent, _, name = argument.path.rpartition(".")
         owner = model.get_submodule(parent)
         return lambda _: getattr(owner, name)
-    if not any(isinstance(leaf, (Ref, Held)) for leaf in leaves(argument)):
+    if not any(isinstance(leaf, (Ref, OwnTensor)) for leaf in leaves(argument)):
         return lambda _: argument
     if type(argument) in (tuple, list):
         kind, getters = type(argument), [_getter(part, program, model) for part in argument]
@@ -302,13 +301,13 @@ def _getter(argument: Any, program: _Program, model: nn.Module) -> Getter:
     def build(slots: Slots) -> Any:
         return mapped(
             argument,
-            lambda leaf: _getter(leaf, program, model)(slots) if isinstance(leaf, (Ref, Held)) else leaf,
+            lambda leaf: _getter(leaf, program, model)(slots) if isinstance(leaf, (Ref, OwnTensor)) else leaf,
         )
 
     return build
 
 
-def _other_results(call: Call, count: int) -> str:
+def _other_results(call: ModelCall, count: int) -> str:
     name = getattr(call.target, "__name__", type(call.target).__name__)
     return (
         f"{name} at {call.place} returned {count} values, and {len(call.results)} for the batch on which the model was "

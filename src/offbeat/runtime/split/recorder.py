@@ -1,19 +1,17 @@
 """Records what a model calls while it computes a real batch.
 
 The model's own code runs, on real tensors; every function of torch that it calls, and every module that has no
-modules of its own, becomes one `Call`. Sizes are traced (`sizes.py`) rather than read off, so that what is recorded
-holds for batches of other sizes; where the code branches on a size, the recorded calls check that later batches take
-the same branch. Code that branches on the data cannot be recorded and is refused.
+modules of its own, becomes one `ModelCall`. Sizes are traced (`sizes.py`) rather than read off, so that what is
+recorded holds for batches of other sizes; where the code branches on a size, the recorded calls check that later
+batches take the same branch. Code that branches on the data cannot be recorded and is refused.
 """
 
 from __future__ import annotations
 
 import operator
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
@@ -21,8 +19,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from offbeat.errors import TaskError
-from offbeat.runtime.split.graph import Call, Held, Ref, flat, leaves, mapped
+from offbeat.runtime.split.graph import ModelCall, Ref, flat, leaves, mapped
 from offbeat.runtime.split.sizes import SizeCheck, TracedFloat, TracedInt, plain
+from offbeat.runtime.split.values import KnownValues, place
 
 _OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 """Modules of torch.nn that are looked into; all others of it are layers."""
@@ -37,7 +36,10 @@ _METADATA = frozenset(
     | {"is_conj", "is_neg", "data_ptr", "__dir__", "__repr__", "type", "__format__", "__get__", "has_names"}
 )
 """Functions whose result is not a tensor, and does not depend on what is in one."""
-_HERE, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+
+
+class DataDependentError(TaskError):
+    """A model's code takes decisions that depend on what is in a batch."""
 
 
 class _Watched:
@@ -55,74 +57,32 @@ class _Watched:
         ]
 
 
-class Recorder(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """Records the calls made while it is active."""
 
     def __init__(self, model: nn.Module, kept: frozenset[str]) -> None:
         super().__init__()
-        self.calls: list[Call] = []
-        self.values: list[Any] = []
-        """All values, by number; kept alive, so that no two of them have the same id."""
-        self.inputs: list[int] = []
+        self.calls: list[ModelCall] = []
+        self.known = KnownValues(model)
+        """The values that calls use and produce."""
         self.mutations: list[tuple[int, int]] = []
         """Calls that changed a tensor in place, and the address of the storage that they changed."""
         self.pure: set[int] = set()
         """Calls whose result depends on sizes and constants only."""
         self._kept = kept
         self._paths = {id(module): path for path, module in model.named_modules()}
-        self._held = {id(tensor): path for path, tensor in [*model.named_parameters(), *model.named_buffers()]}
-        self._trained = {id(parameter) for parameter in model.parameters()}
-        self._numbers: dict[int, int] = {}
-        self._data: set[int] = set()
         self._sizes: dict[tuple[int, int], TracedInt] = {}
         self._checks: set[tuple[Any, ...]] = set()
-        self._constants: list[Tensor] = []
         self._stack: list[str] = []
         self._paused = False
         self._autocast = _autocast()
 
-    # -- values
-
-    def add_input(self, leaf: Any) -> Any:
-        """A leaf of the batch: a tensor becomes an input; anything else is a constant."""
-        if isinstance(leaf, Tensor) and id(leaf) not in self._numbers:
-            self.inputs.append(self._number(leaf))
-            self._data.add(self.inputs[-1])
-        return leaf
-
-    def reference(self, leaf: Any) -> Any:
-        """What stands for a value in recorded arguments."""
-        if isinstance(leaf, (TracedInt, TracedFloat)):
-            return Ref(leaf.number)
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) in self._numbers:
-            return Ref(self._numbers[id(leaf)])
-        if id(leaf) in self._held:
-            return Held(self._held[id(leaf)])
-        if leaf.grad_fn is not None or isinstance(leaf, nn.Parameter):
-            raise TaskError(
-                f"{_place()} uses a tensor of shape {tuple(leaf.shape)} that is neither computed from this batch nor a "
-                f"parameter or buffer of the model, so no part can own it. Register it with the module that uses it "
-                f"(nn.Parameter as an attribute, register_buffer), and keep no tensor from one batch to the next."
-            )
-        self._constants.append(leaf)
-        return leaf
-
-    def _number(self, value: Any) -> int:
-        self.values.append(value)
-        number = len(self.values) - 1
-        if isinstance(value, Tensor):
-            self._numbers[id(value)] = number
-        return number
-
-    def _from_data(self, arguments: Any) -> bool:
-        """Whether the arguments depend on the contents of the batch or of parameters."""
-        return any(
-            self._numbers.get(id(leaf)) in self._data or id(leaf) in self._trained
-            for leaf in leaves(arguments)
-            if isinstance(leaf, Tensor)
-        )
+    def give(self, leaf: Tensor) -> Ref:
+        """A parameter, buffer or constant that the model returns, as a value."""
+        reference = self.known.reference(leaf)
+        number = self.known.add(leaf)
+        self._add(_itself, (reference,), {}, (number,))
+        return Ref(number)
 
     # -- sizes
 
@@ -130,8 +90,8 @@ class Recorder(TorchFunctionMode):
         """The result of an operation on sizes, recorded."""
         result = operation(*map(plain, operands))
         kind = TracedInt if isinstance(result, int) else TracedFloat
-        traced = kind(self, len(self.values), result)
-        self._add(operation, operands, {}, (self._number(traced),), pure=True)
+        traced = kind(self, len(self.known.values), result)
+        self._add(operation, mapped(operands, self.known.reference), {}, (self.known.add(traced),), pure=True)
         return traced
 
     def decide(self, operation: Callable[..., Any], *operands: Any) -> Any:
@@ -141,21 +101,25 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _check(self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        references = mapped(args, self.reference)
-        key = (operation, *(leaf if isinstance(leaf, (Ref, Held, int, float)) else id(leaf) for leaf in references))
-        if key not in self._checks:
+        args, kwargs = mapped((args, kwargs), self.known.reference)
+        key = (operation, *args)
+        if all(isinstance(leaf, (Ref, int, float)) for leaf in args):
+            if key in self._checks:
+                return
             self._checks.add(key)
-            self._add(SizeCheck(operation, result, _place()), args, kwargs, ())
+        self._add(SizeCheck(operation, result, place()), args, kwargs, ())
 
     def _size(self, tensor: Tensor, dimension: int) -> Any:
         """One size of a tensor, traced unless the tensor belongs to the model."""
-        number = self._numbers.get(id(tensor))
+        number = self.known.number(tensor)
         if number is None:
             return tensor.size(dimension)
         dimension %= tensor.dim()
         if (number, dimension) not in self._sizes:
-            size = TracedInt(self, len(self.values), tensor.size(dimension))
-            self._add(Tensor.size, (tensor, dimension), {}, (self._number(size),), pure=number in self.inputs)
+            size = TracedInt(self, len(self.known.values), tensor.size(dimension))
+            self._add(
+                Tensor.size, (Ref(number), dimension), {}, (self.known.add(size),), pure=number in self.known.inputs
+            )
             self._sizes[number, dimension] = size
         return self._sizes[number, dimension]
 
@@ -196,7 +160,9 @@ class Recorder(TorchFunctionMode):
         tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         name = getattr(func, "__name__", "")
         watched = _Watched(tensors)
-        from_data = self._from_data(arguments) and name not in _SIZE_ONLY
+        # Taken now: a function that works in place returns its argument, which then stands for its result.
+        references = mapped((args, kwargs), self.known.reference)
+        from_data = self.known.from_data(arguments) and name not in _SIZE_ONLY
         random = None if from_data else torch.random.get_rng_state()
         result = self._run(func, args, kwargs)
         changed = tensors[:1] if name == "__set__" else watched.changed()
@@ -205,14 +171,14 @@ class Recorder(TorchFunctionMode):
             if name not in _METADATA and any(isinstance(leaf, (Tensor, TracedInt, TracedFloat)) for leaf in arguments):
                 self._leaves_torch(func, args, kwargs, result, from_data)
             return result
-        if all(id(leaf) in self._held for leaf in results) and not changed:
+        if all(self.known.is_own(leaf) for leaf in results) and not changed:
             return result  # Such as `weight.to(dtype)` where nothing has to be done.
         random_now = random is None or not torch.equal(random, torch.random.get_rng_state())
-        held = any(id(tensor) in self._held for tensor in tensors)
-        numbers = self._results(results, from_data or random_now or held)
-        pure = not (from_data or random_now or held or changed)
-        starts = any(id(tensor) in self._trained for tensor in tensors)
-        self._add(func, args, kwargs, numbers, pure=pure, starts=starts)
+        own = any(self.known.is_own(tensor) for tensor in tensors)
+        numbers = self._results(results, from_data or random_now or own)
+        pure = not (from_data or random_now or own or changed)
+        starts = any(self.known.is_parameter(tensor) for tensor in tensors)
+        self._add(func, references[0], references[1], numbers, pure=pure, starts=starts)
         self.mutations += [(len(self.calls) - 1, address(tensor)) for tensor in changed]
         return result
 
@@ -222,7 +188,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
 
     @contextmanager
-    def _pause(self) -> Iterator[None]:
+    def _pause(self) -> Generator[None]:
         was, self._paused = self._paused, True
         try:
             yield
@@ -232,10 +198,11 @@ class Recorder(TorchFunctionMode):
     def _results(self, results: Any, from_data: bool) -> tuple[int | None, ...]:
         """Numbers for the tensors of a result."""
         numbers = tuple(
-            self._number(leaf) if isinstance(leaf, Tensor) and id(leaf) not in self._held else None for leaf in results
+            self.known.add(leaf) if isinstance(leaf, Tensor) and not self.known.is_own(leaf) else None
+            for leaf in results
         )
         if from_data:
-            self._data |= {number for number in numbers if number is not None}
+            self.known.data |= {number for number in numbers if number is not None}
         return numbers
 
     def _add(
@@ -249,12 +216,10 @@ class Recorder(TorchFunctionMode):
         pure: bool = False,
         starts: bool = False,
     ) -> None:
-        # References are taken before results replace what had the same identity, as in-place functions return it.
-        fresh = {number for number in results if number is not None}
-        args, kwargs = mapped((args, kwargs), lambda leaf: self._older(leaf, fresh))
+        """Record a call whose arguments are references already."""
         autocast = _autocast()
         self.calls.append(
-            Call(
+            ModelCall(
                 name if name is not None else (self._stack[-1] if self._stack else ""),
                 target,
                 args,
@@ -263,19 +228,11 @@ class Recorder(TorchFunctionMode):
                 grad=torch.is_grad_enabled(),
                 autocast=autocast if autocast != self._autocast else None,
                 starts_layer=starts,
-                place=_place(),
+                place=place(),
             )
         )
         if pure:
             self.pure.add(len(self.calls) - 1)
-
-    def _older(self, leaf: Any, fresh: set[int]) -> Any:
-        """The reference to an argument, not to the result that may be the same object."""
-        reference = self.reference(leaf)
-        if isinstance(reference, Ref) and reference.number in fresh:
-            earlier = [n for n, value in enumerate(self.values) if value is leaf and n not in fresh]
-            return Ref(earlier[-1])
-        return reference
 
     def _leaves_torch(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, from_data: bool
@@ -286,12 +243,9 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if from_data:
             _refuse_reading(name, self._stack[-1] if self._stack else "")
-        if isinstance(result, (bool, int, float, complex, str, list)):
-            self._check(func, args, kwargs, result)
-        elif isinstance(result, (tuple,)):
-            self._check(func, args, kwargs, result)
-        else:
+        if not isinstance(result, (bool, int, float, complex, str, list, tuple)):
             _refuse_reading(name, self._stack[-1] if self._stack else "")
+        self._check(func, args, kwargs, result)
 
     # -- modules
 
@@ -300,17 +254,21 @@ class Recorder(TorchFunctionMode):
         path = self._paths.get(id(module))
         if self._paused or path is None:
             return run(module, *args, **kwargs)
-        if self._is_layer(module, path, (args, kwargs)):
+        if path in self._kept or self._is_layer(module, path, (args, kwargs)):
             with self._pause():
                 random = torch.random.get_rng_state()
                 arguments = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
                 tensors = _Watched(arguments)
+                references = mapped((args, kwargs), self.known.reference)
                 result = self._run(module, args, kwargs)
                 results = flat(result)
                 if all(leaf is None or isinstance(leaf, Tensor) for leaf in results):
-                    self._add(module, args, kwargs, self._results(results, True), name=path, starts=True)
+                    numbers = self._results(results, True)
+                    self._add(module, references[0], references[1], numbers, name=path, starts=True)
                     self.mutations += [(len(self.calls) - 1, address(tensor)) for tensor in tensors.changed()]
                     return result
+                if path in self._kept:
+                    raise TaskError(_not_tensors(path, results))
                 torch.random.set_rng_state(random)
         self._stack.append(path)
         try:
@@ -319,8 +277,6 @@ class Recorder(TorchFunctionMode):
             self._stack.pop()
 
     def _is_layer(self, module: nn.Module, path: str, arguments: Any) -> bool:
-        if path in self._kept:
-            return True
         if not path or not all(isinstance(leaf, _PLAIN) for leaf in leaves(arguments)):
             return False
         if next(module.children(), None) is None:
@@ -334,14 +290,15 @@ class Recorder(TorchFunctionMode):
             return run(*args, **kwargs)
         if function.__name__ == "CheckpointFunction":
             return args[0](*args[2:])
-        return self._record(function.apply, args, kwargs)
+        with self._pause():
+            return self._record(run, args, kwargs)
 
 
 _SHAPE = cast("Any", Tensor).shape.__get__
 
 
 @contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
+def recording(recorder: CallRecorder) -> Generator[None]:
     """While it lasts, modules and functions that this thread calls are recorded."""
     thread = threading.get_ident()
     module_type, function_type = cast("Any", nn.Module), cast("Any", torch.autograd.Function)
@@ -373,26 +330,27 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _autocast() -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
 
 def _refuse_reading(name: str, path: str) -> NoReturn:
     what = {"__bool__": "branches on", "item": "reads a number out of", "tolist": "reads numbers out of"}
-    raise TaskError(
-        f"{_place()}{f' (in {path})' if path else ''} {what.get(name, f'takes out of torch (by {name})')} a tensor "
+    raise DataDependentError(
+        f"{place()}{f' (in {path})' if path else ''} {what.get(name, f'takes out of torch (by {name})')} a tensor "
         f"that depends on the data, so another batch may need other calls, and the model cannot be captured. Compute "
         f"it with tensors only (torch.where in place of `if`), or put that code into a module that is kept whole: a "
         f"module without modules of its own, or one named in `kept`."
     )
 
 
-def _place() -> str:
-    """File and line of the innermost code that is neither torch's nor this folder's."""
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_HERE, _TORCH, "<")):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "torch's own code"
+def _not_tensors(path: str, results: Sequence[Any]) -> str:
+    kinds = sorted({type(leaf).__name__ for leaf in results if leaf is not None and not isinstance(leaf, Tensor)})
+    return (
+        f"Module {path} is to be kept whole, and returns {' and '.join(kinds)}, which cannot cross a cut: only tensors "
+        f"can. Let it return tensors, alone or in tuples, lists and dictionaries, or do not keep it."
+    )

@@ -45,7 +45,7 @@ class SizeCheck:
         )
 
 
-class Recording(Protocol):
+class SizeRecorder(Protocol):
     """Where operations on sizes are recorded."""
 
     def compute(self, operation: Callable[..., Any], *operands: Any) -> Any:
@@ -85,6 +85,22 @@ def _decided(operation: Callable[..., Any]) -> Any:
     return method
 
 
+def _divided(self: Any, other: Any) -> Any:
+    return self // other, self % other
+
+
+def _hashed(self: Any) -> int:
+    return hash(self.recording.decide(operator.pos, self))
+
+
+def _spelled(self: Any) -> str:
+    return str(self.value)
+
+
+def _formatted(self: Any, form: str) -> str:
+    return format(self.value, form)
+
+
 _METHODS: dict[str, Any] = {
     **{f"__{name}__": _computed(getattr(operator, name)) for name in ("add", "sub", "mul", "floordiv", "mod", "pow")},
     **{f"__r{name}__": _reflected(getattr(operator, name)) for name in ("add", "sub", "mul", "floordiv", "mod", "pow")},
@@ -98,22 +114,22 @@ _METHODS: dict[str, Any] = {
     "__ceil__": _computed(math.ceil),
     "__trunc__": _computed(math.trunc),
     "__round__": _computed(builtins.round),
-    "__divmod__": lambda self, other: (self // other, self % other),
+    "__divmod__": _divided,
     "__int__": _decided(int),
     "__float__": _decided(float),
     "__bool__": _decided(bool),
     "__index__": _decided(operator.index),
-    "__hash__": lambda self: hash(self.recording.decide(operator.pos, self)),
-    "__repr__": lambda self: repr(self.value),
-    "__str__": lambda self: str(self.value),
-    "__format__": lambda self, form: format(self.value, form),
+    "__hash__": _hashed,
+    "__repr__": _spelled,
+    "__str__": _spelled,
+    "__format__": _formatted,
 }
 
 
 class TracedInt(torch.SymInt):
     """A size as the model's code sees it. torch takes it wherever it takes an integer."""
 
-    def __init__(self, recording: Recording, number: int, value: int) -> None:
+    def __init__(self, recording: SizeRecorder, number: int, value: int) -> None:
         # The base class's `node` is for torch's own tracing, which never sees these.
         self.recording, self.number, self.value = recording, number, value
 
@@ -121,7 +137,7 @@ class TracedInt(torch.SymInt):
 class TracedFloat(torch.SymFloat):
     """A fraction that was computed from sizes."""
 
-    def __init__(self, recording: Recording, number: int, value: float) -> None:
+    def __init__(self, recording: SizeRecorder, number: int, value: float) -> None:
         self.recording, self.number, self.value = recording, number, value
 
 
@@ -129,6 +145,7 @@ for _kind in (TracedInt, TracedFloat):
     for _name, _method in _METHODS.items():
         if _kind is TracedInt or _name != "__index__":
             setattr(_kind, _name, _method)
+
 
 def plain(leaf: Any) -> Any:
     """A plain number in place of a traced one; anything else as it is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from offbeat.errors import TaskError
 from offbeat.protocols.pipelines.cut import LayerCost, PipelineCut, as_cut, best_cut
 from offbeat.runtime.split.capture import capture, capture_layers
-from offbeat.runtime.split.graph import Graph, Layer, Ref, leaves, mapped
+from offbeat.runtime.split.graph import Graph, ModelLayer, Ref, leaves, mapped
 from offbeat.runtime.split.layer_costs import measured_costs, sizes_only
-from offbeat.runtime.split.parts import StagePart, Value, assemble
+from offbeat.runtime.split.parts import StagePart, Value, assemble, crossing
 
 __all__ = ["SplitModel", "StagePart", "Value", "split_model"]
 
-SLACK = 0.02
+MESSAGE = 4_096
+"""Bytes that take about as long to send as it takes to send one more value, however small."""
+SLACK = 0.03
 """Share by which the slowest part may be slower than the least possible, in favour of fewer bytes sent: times that are
 measured differ by about as much from one measurement to the next."""
 
@@ -37,6 +39,8 @@ class SplitModel:
     """Parameters that several parts use: for each, all its (part, local name). Their gradients have to be summed."""
     output: Any
     """What the model returns, with a `Ref` in place of each tensor."""
+    integers: frozenset[int] = frozenset()
+    """Tensors of the last part that stand for Python integers in the model's output."""
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -49,7 +53,14 @@ class SplitModel:
 
     def restore(self, tensors: Sequence[Tensor]) -> Any:
         """What the model would return, from what the last part gave: a tensor, or the model's own structure."""
-        return mapped(self.output, lambda leaf: tensors[leaf.number] if isinstance(leaf, Ref) else leaf)
+
+        def returned(leaf: Any) -> Any:
+            if not isinstance(leaf, Ref):
+                return leaf
+            tensor = tensors[leaf.number]
+            return int(tensor) if leaf.number in self.integers else tensor
+
+        return mapped(self.output, returned)
 
     def explain(self) -> str:
         """A table of the parts: their layers, times, and bytes."""
@@ -102,6 +113,7 @@ def split_model(
         memory_limit: Bytes that the parameters of a part, and what it keeps for one microbatch, may need.
         bounds: Where to cut, instead of measuring: the first layer of each part, and the number of layers.
         layers: Modules that, run one after another, are the model; instead of looking for layers.
+
     """
     if layers is not None:
         graph = capture_layers(model, inputs, layers)
@@ -111,7 +123,11 @@ def split_model(
     _check_layers(graph, chain, parts)
     if bounds is None:
         costs = measured_costs(graph, chain, inputs)
-        cut = best_cut(costs, parts, memory_limit, slack=SLACK)
+        sent = [
+            replace(cost, activation_bytes=cost.activation_bytes + MESSAGE * len(values))
+            for cost, values in zip(costs, crossing(graph, chain), strict=True)
+        ]
+        cut = best_cut(sent, parts, memory_limit, slack=SLACK)
     else:
         costs = sizes_only(graph, chain)
         cut = as_cut(costs, bounds)
@@ -119,7 +135,8 @@ def split_model(
             raise TaskError(f"bounds={tuple(bounds)} cut into {cut.parts} parts, but {parts} were asked for.")
     made = assemble(graph, chain, cut.bounds)
     _check_buffers(graph, made)
-    return SplitModel(made, cut, costs, _tied(graph.model, made), _numbered(graph))
+    integers = frozenset(index for index, number in enumerate(graph.outputs()) if graph.facts[number].integer)
+    return SplitModel(made, cut, costs, _tied(graph.model, made), _numbered(graph), integers)
 
 
 def _tied(model: nn.Module, parts: Sequence[StagePart]) -> list[tuple[tuple[int, str], ...]]:
@@ -145,12 +162,12 @@ def _check_buffers(graph: Graph, parts: Sequence[StagePart]) -> None:
             )
 
 
-def _check_layers(graph: Graph, layers: Sequence[Layer], parts: int) -> None:
+def _check_layers(graph: Graph, layers: Sequence[ModelLayer], parts: int) -> None:
     """Say which layers work in place where that is why there are too few of them."""
     if parts <= len(layers) or not graph.glued:
         return
     first, last, place = graph.glued[0]
-    names = [call.name for call in graph.calls[first : last + 1] if call.name]
+    names = [call.name or type(graph.model).__name__ for call in graph.calls[first : last + 1]]
     raise TaskError(
         f"The model has {len(layers)} layers that can be separated, too few for {parts} parts. Some cannot be, because "
         f"a value that would cross the cut is changed in place: {names[0]} to {names[-1]}, changed at {place}. Use "
@@ -163,4 +180,3 @@ def _numbered(graph: Graph) -> Any:
     """The model's output with references to what the last part gives."""
     place = {number: index for index, number in enumerate(graph.outputs())}
     return mapped(graph.output, lambda leaf: Ref(place[leaf.number]) if isinstance(leaf, Ref) else leaf)
-

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import TaskError
-from offbeat.runtime.split.graph import Graph, leaves, mapped
+from offbeat.runtime.split.graph import Graph, copied, leaves, mapped
 from offbeat.runtime.split.parts import StagePart, assemble
 from offbeat.runtime.split.sizes import SizeCheck
 
@@ -25,14 +25,14 @@ def verify(graph: Graph, run: Callable[..., Any], inputs: tuple[Any, ...]) -> No
     checks = [call.target for call in graph.calls if isinstance(call.target, SizeCheck)]
     for rows, batch in _batches(inputs):
         try:
-            expected = _seeded(run, *batch)
+            expected = _seeded(run, *copied(batch))
         except Exception:
             if rows is None:
                 raise
             continue  # The model does not take so few examples, such as batch normalization of a single one.
         for check in checks:
             check.surprises = []
-        result = _outcome(part, [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)])
+        result = _outcome(part, [leaf for leaf in leaves(copied(batch)) if isinstance(leaf, Tensor)])
         same = result is not None and _close(list(leaves(expected)), graph, result)
         surprised = [check for check in checks if check.surprises]
         for check in checks:

@@ -34,7 +34,7 @@ class Pipeline(Splitting):
     # Layers are measured, so that two runs may cut, and therefore add, differently.
     promises = Traits(synchronous=True, exact=True, splits_model=True)
     examples = (
-        *("pipeline(2)", "pipeline(4, gpipe, microbatches=8)", "pipeline(2, interleaved, chunks=2)"),
+        *("pipeline(2)", "pipeline(4, schedule=gpipe, microbatches=8)", "pipeline(2, schedule=interleaved, chunks=2)"),
         *("allreduce + pipeline(2)", "allreduce + accumulate(2) + pipeline(2)"),
     )
     aliases = MappingProxyType({})

@@ -19,8 +19,8 @@ from offbeat.protocols.pipelines.plan import Crossing, PartEdge, PipelinePlan
 from offbeat.protocols.pipelines.rounds import ComputeStep, PipelineStep, ReceiveStep, SendStep, program, rounds
 from offbeat.runtime.data.batch_slicing import cut, examples_in
 from offbeat.runtime.gradients.first_loss import not_a_mean
-from offbeat.runtime.split.backward import backward, input_gradients
-from offbeat.runtime.split.messages import Bundles, Form, Incoming, Returning, form_of
+from offbeat.runtime.pipeline.backward import backward, input_gradients
+from offbeat.runtime.pipeline.messages import Bundles, Form, IncomingBundle, ReturningGradients, form_of
 from offbeat.runtime.split.stages import SplitModel, Value
 
 LOSS_TAG = 0
@@ -174,8 +174,8 @@ class _Step:
         self._examples = [count for _, count, _ in slices]
         self._values: dict[tuple[int, Value], Tensor] = {}  # Of other parts, by microbatch; leaves for backward.
         self._held: dict[tuple[int, int], _Held] = {}  # By part and microbatch.
-        self._incoming: dict[Crossing, Incoming] = {}
-        self._returning: dict[Crossing, Returning] = {}
+        self._incoming: dict[Crossing, IncomingBundle] = {}
+        self._returning: dict[Crossing, ReturningGradients] = {}
         self._deferred: list[ReceiveStep] = []
         self._late: dict[tuple[int, int], Callable[[], None]] = {}  # Gradients of weights that are not computed yet.
         self._loss = torch.zeros((), dtype=torch.float64)

@@ -38,7 +38,7 @@ def form_of(tensor: Tensor) -> Form:
     return tensor.dtype, tuple(tensor.shape)
 
 
-class Incoming:
+class IncomingBundle:
     """A bundle that is being received."""
 
     def __init__(self, bundles: Bundles, peer: int, tag: int, what: str, count: int, key: Hashable) -> None:
@@ -65,7 +65,7 @@ class Incoming:
         return tensors
 
 
-class Returning:
+class ReturningGradients:
     """Gradients that are being received: they have the shapes of what was sent, so no header goes ahead of them."""
 
     def __init__(self, bundles: Bundles, peer: int, tag: int, what: str, forms: Sequence[Form]) -> None:
@@ -119,18 +119,18 @@ class Bundles:
         for tensor in tensors:
             self._start(tensor, peer, tag * _TAGS + (1 if forms == expected else 2))
 
-    def post(self, count: int, peer: int, tag: int, what: str, key: Hashable) -> Incoming:
+    def post(self, count: int, peer: int, tag: int, what: str, key: Hashable) -> IncomingBundle:
         """Post the receive of a bundle of so many tensors."""
-        return Incoming(self, peer, tag * _TAGS, what, count, key)
+        return IncomingBundle(self, peer, tag * _TAGS, what, count, key)
 
     def send_back(self, gradients: Sequence[Tensor], peer: int, tag: int) -> None:
         """Start to send gradients, of the shapes of the bundle that they are for."""
         for gradient in gradients:
             self._start(gradient, peer, tag * _TAGS)
 
-    def post_back(self, forms: Sequence[Form], peer: int, tag: int, what: str) -> Returning:
+    def post_back(self, forms: Sequence[Form], peer: int, tag: int, what: str) -> ReturningGradients:
         """Post the receive of gradients of these forms."""
-        return Returning(self, peer, tag * _TAGS, what, forms)
+        return ReturningGradients(self, peer, tag * _TAGS, what, forms)
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Any:
         """Post a receive of one tensor."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from offbeat.errors import UsageError
 from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.run.untrusted_files import parse_json
 from offbeat.runtime.state.tensor_tree import put_together, take_apart
@@ -40,7 +41,8 @@ class SplitState:
         """The stages that use each parameter, by its number; stage 0 keeps what nobody uses."""
         self.own = [p for number, p in enumerate(self._parameters) if group.rank in self.users[number]]
         """The parameters of this stage."""
-        self._foreign = [p for number, p in enumerate(self._parameters) if group.rank not in self.users[number]]
+        self.foreign = [p for number, p in enumerate(self._parameters) if group.rank not in self.users[number]]
+        """The parameters of other stages, which have no memory here."""
         self._by_owner: list[list[Tensor]] = [[] for _ in range(group.size)]
         for number, parameter in enumerate(self._parameters):
             self._by_owner[self.users[number][0]].append(parameter)
@@ -55,7 +57,7 @@ class SplitState:
 
     def shed(self) -> None:
         """Free the memory of what this stage does not use."""
-        for parameter in self._foreign:
+        for parameter in self.foreign:
             parameter.grad = None
             parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
             for optimizer in self._optimizers:
@@ -77,7 +79,7 @@ class SplitState:
                 self.shed()
 
     def _gather(self) -> None:
-        for parameter in self._foreign:
+        for parameter in self.foreign:
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
         with torch.no_grad():
             for stage, tensors in enumerate(self._by_owner):
@@ -108,6 +110,22 @@ class SplitState:
         """The parameters that several stages use: number, stages, parameter."""
         numbered = enumerate(self._parameters)
         return [(number, self.users[number], p) for number, p in numbered if len(self.users[number]) > 1]
+
+    def norm_elsewhere(self, order: float) -> float:
+        """The norm of the gradients of parameters that this stage does not have. Collective."""
+        if order < 0:
+            raise UsageError(f"gradients of several stages have no joint norm of order {order:g} here. Use 2 or inf.")
+        largest = order == float("inf")
+        rank, shared = self._group.rank, self.shared()
+        tied = {number for number, _, _ in shared}
+        alone = [p for number, p in enumerate(self._parameters) if self.users[number] == (rank,) and number not in tied]
+        terms = [power_sum(p, order) for p in alone]
+        own = [power_sum(p, order) if users[0] == rank else 0.0 for _, users, p in shared]
+        rows = self._group.gather([max(terms, default=0.0) if largest else sum(terms), *own], "a norm of gradients")
+        others = [float(rows[stage, 0]) for stage in range(self._group.size) if stage != rank]
+        others += [float(rows[users[0], 1 + place]) for place, (_, users, _) in enumerate(shared) if rank not in users]
+        total = max(others, default=0.0) if largest else sum(others)
+        return total if largest or order == 0 else total ** (1 / order)
 
     def memory(self) -> dict[str, int]:
         """Bytes of this stage's parameters, of gradients as large, and of the optimizers' state."""
@@ -140,3 +158,12 @@ def shared_tree(group: DirectGroup, tree: Mapping[Any, Any], root: int) -> dict[
 def total_of(gradient: Tensor | None, parameter: Parameter) -> Tensor:
     """A gradient, or zeros where there is none."""
     return torch.zeros_like(parameter) if gradient is None else gradient
+
+
+def power_sum(parameter: Parameter, order: float) -> float:
+    """The sum of a gradient's magnitudes to a power; the largest one for the order infinity."""
+    gradient = parameter.grad
+    if gradient is None or not gradient.numel():
+        return 0.0
+    norm = float(torch.linalg.vector_norm(gradient, order, dtype=torch.float64))
+    return norm if order in (0.0, float("inf")) else norm**order
