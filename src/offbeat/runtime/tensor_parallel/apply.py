@@ -32,7 +32,7 @@ from offbeat.runtime.tensor_parallel.layers import (
 )
 from offbeat.runtime.tensor_parallel.plan import TensorPlan
 from offbeat.runtime.tensor_parallel.splits import Manner, Split, cuts_of
-from offbeat.runtime.tensor_parallel.ways import Ways
+from offbeat.runtime.tensor_parallel.ways import TensorWays
 
 _ABSENT = object()
 
@@ -46,13 +46,13 @@ def apply(plan: TensorPlan, model: nn.Module, group: DirectGroup, stopwatch: Sto
         raise UsageError(
             f"a plan for {plan.ways} ways cannot be applied by {group.size} workers. Plan for {group.size} ways."
         )
-    return SplitTensors(plan if group.size > 1 else None, model, Ways(group, stopwatch))
+    return SplitTensors(plan if group.size > 1 else None, model, TensorWays(group, stopwatch))
 
 
 class SplitTensors:
     """A model that is split over ways."""
 
-    def __init__(self, plan: TensorPlan | None, model: nn.Module, ways: Ways) -> None:
+    def __init__(self, plan: TensorPlan | None, model: nn.Module, ways: TensorWays) -> None:
         self._ways, self._depth = ways, 0
         before = {module: dict(vars(module)) for module in model.modules()}
         if plan is not None:
@@ -138,7 +138,7 @@ def _set(module: nn.Module, name: str, value: Any) -> None:
         vars(module)[name] = value
 
 
-def _split_all(plan: TensorPlan, model: nn.Module, ways: Ways) -> None:
+def _split_all(plan: TensorPlan, model: nn.Module, ways: TensorWays) -> None:
     work = [(split, model.get_submodule(split.name)) for split in plan.splits]
     # Tied parameters belong to several modules: all sizes are read before anything is cut.
     for (_, module), cuts in zip(work, [cuts_of(*each) for each in work], strict=True):
@@ -149,7 +149,7 @@ def _split_all(plan: TensorPlan, model: nn.Module, ways: Ways) -> None:
     keep_from_shortcuts(model)
 
 
-def _split(module: Any, split: Split, ways: Ways, entrance: Entrance) -> None:
+def _split(module: Any, split: Split, ways: TensorWays, entrance: Entrance) -> None:
     if isinstance(module, nn.MultiheadAttention):
         split_attention(module, ways)
     elif isinstance(module, nn.Embedding):
@@ -167,7 +167,7 @@ def _split(module: Any, split: Split, ways: Ways, entrance: Entrance) -> None:
         split_by_column(module, entrance)
 
 
-def _share_norms(module: nn.Module, ways: Ways) -> None:
+def _share_norms(module: nn.Module, ways: TensorWays) -> None:
     """Parameters that all heads share: every way has the gradient of its own heads only."""
     for name, child in module.named_children():
         if name in ("q_norm", "k_norm"):

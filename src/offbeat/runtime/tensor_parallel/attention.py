@@ -12,7 +12,7 @@ from offbeat.runtime.tensor_parallel.cuts import Cut
 from offbeat.runtime.tensor_parallel.dropout import attention
 from offbeat.runtime.tensor_parallel.functions import enter, gather, leave
 from offbeat.runtime.tensor_parallel.layers import replace_forward
-from offbeat.runtime.tensor_parallel.ways import Ways
+from offbeat.runtime.tensor_parallel.ways import TensorWays
 
 
 def attention_cuts(module: Any) -> dict[str, Cut]:
@@ -32,7 +32,7 @@ def why_whole(module: nn.MultiheadAttention) -> str:
     return "" if module.bias_k is None and not module.add_zero_attn else "it adds keys and values of its own"
 
 
-def split_attention(module: nn.MultiheadAttention, ways: Ways) -> None:
+def split_attention(module: nn.MultiheadAttention, ways: TensorWays) -> None:
     """Every way computes its share of the heads; their contributions to the output are summed."""
     module.num_heads //= ways.size
     module.__dict__["_offbeat_ways"] = ways
@@ -59,7 +59,7 @@ def _forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    ways: Ways = vars(self)["_offbeat_ways"]
+    ways: TensorWays = vars(self)["_offbeat_ways"]
     batched = query.dim() == 3
     if not batched:
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
@@ -89,7 +89,7 @@ def _forward(
     return output, weights if batched else weights.squeeze(0)
 
 
-def _projected(self: Any, query: Tensor, key: Tensor, value: Tensor, ways: Ways) -> list[Tensor]:
+def _projected(self: Any, query: Tensor, key: Tensor, value: Tensor, ways: TensorWays) -> list[Tensor]:
     """Query, key and value of this way's heads, with as few products as the inputs allow."""
     entered = {id(each): enter(each, ways) for each in (query, key, value)}
     q, k, v = (entered[id(each)] for each in (query, key, value))
@@ -118,7 +118,7 @@ def _by_head(value: Tensor, heads: int, batched: bool, batch_first: bool) -> Ten
     return split.permute(0, 2, 1, 3) if batch_first else split.permute(1, 2, 0, 3)
 
 
-def _mask(mask: Tensor | None, padding: Tensor | None, query: Tensor, ways: Ways) -> Tensor | None:
+def _mask(mask: Tensor | None, padding: Tensor | None, query: Tensor, ways: TensorWays) -> Tensor | None:
     """Both masks as one that is added to the scores of this way's heads."""
     added = None
     if mask is not None:

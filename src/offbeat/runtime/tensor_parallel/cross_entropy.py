@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from offbeat.runtime.tensor_parallel.cuts import range_of
-from offbeat.runtime.tensor_parallel.ways import Ways
+from offbeat.runtime.tensor_parallel.ways import TensorWays
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -20,7 +20,7 @@ Reduction = Literal["none", "mean", "sum"]
 class _Losses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, counts: Tensor, size: int, smoothing: float, ways: Ways
+        ctx: Any, logits: Tensor, target: Tensor, counts: Tensor, size: int, smoothing: float, ways: TensorWays
     ) -> Any:
         low, high = range_of(size, ways.rank, ways.size)
         own = counts & (target >= low) & (target < high)
@@ -59,7 +59,7 @@ def vocabulary_cross_entropy(
     logits: Tensor,
     target: Tensor,
     size: int,
-    ways: Ways,
+    ways: TensorWays,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,

@@ -14,10 +14,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from offbeat.runtime.tensor_parallel.cuts import Cut
-from offbeat.runtime.tensor_parallel.ways import Ways
+from offbeat.runtime.tensor_parallel.ways import TensorWays
 
 
-def dropout(value: Tensor, rate: float, dim: int, ways: Ways) -> Tensor:
+def dropout(value: Tensor, rate: float, dim: int, ways: TensorWays) -> Tensor:
     """Dropout on a value that is split evenly along `dim`."""
     if rate == 0 or ways.size == 1:
         return functional.dropout(value, rate)
@@ -34,7 +34,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    ways: Ways,
+    ways: TensorWays,
     mask: Tensor | None = None,
     rate: float = 0.0,
     causal: bool = False,
@@ -53,7 +53,7 @@ def attention(
 class HeadsRegion(TorchFunctionMode):
     """Inside, dropout of attention weights is that of this way's heads; other dropout is replicated as it is."""
 
-    def __init__(self, heads: int, ways: Ways) -> None:
+    def __init__(self, heads: int, ways: TensorWays) -> None:
         super().__init__()
         self._heads, self._ways = heads, ways
 

@@ -14,12 +14,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import TensorWeakRef
 
 from offbeat.runtime.tensor_parallel.cuts import Cut
-from offbeat.runtime.tensor_parallel.ways import Ways
+from offbeat.runtime.tensor_parallel.ways import TensorWays
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, ways: Ways) -> Tensor:
+    def forward(ctx: Any, value: Tensor, ways: TensorWays) -> Tensor:
         ctx.ways = ways
         return value.view_as(value)
 
@@ -33,7 +33,7 @@ class _Enter(torch.autograd.Function):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, bias: Tensor | None, ways: Ways) -> Tensor:
+    def forward(ctx: Any, partial: Tensor, bias: Tensor | None, ways: TensorWays) -> Tensor:
         total = partial.contiguous()
         if total is not partial or partial._is_view():
             total = partial.clone(memory_format=torch.contiguous_format)
@@ -53,7 +53,7 @@ class _Leave(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, cut: Cut, ways: Ways) -> Tensor:
+    def forward(ctx: Any, part: Tensor, cut: Cut, ways: TensorWays) -> Tensor:
         ctx.cut, ctx.ways = cut, ways
         return ways.whole(part, cut, "the gathering of a split value")
 
@@ -63,17 +63,17 @@ class _Gather(torch.autograd.Function):
         return ctx.ways.part(gradient, ctx.cut), None, None
 
 
-def enter(value: Tensor, ways: Ways) -> Tensor:
+def enter(value: Tensor, ways: TensorWays) -> Tensor:
     """A replicated value as the input of split layers: its gradient is summed over the ways."""
     return _Enter.apply(value, ways)  # pyright: ignore[reportReturnType]
 
 
-def leave(partial: Tensor, ways: Ways, bias: Tensor | None = None) -> Tensor:
+def leave(partial: Tensor, ways: TensorWays, bias: Tensor | None = None) -> Tensor:
     """Partial results summed over the ways, plus a bias that is added once."""
     return _Leave.apply(partial, bias, ways)  # pyright: ignore[reportReturnType]
 
 
-def gather(part: Tensor, cut: Cut, ways: Ways) -> Tensor:
+def gather(part: Tensor, cut: Cut, ways: TensorWays) -> Tensor:
     """The whole value of which every way has a part; everything after it is replicated."""
     return _Gather.apply(part, cut, ways)  # pyright: ignore[reportReturnType]
 
@@ -81,7 +81,7 @@ def gather(part: Tensor, cut: Cut, ways: Ways) -> Tensor:
 class Entrance:
     """Where one value enters several split layers, such as query, key and value: its gradient is summed only once."""
 
-    def __init__(self, ways: Ways) -> None:
+    def __init__(self, ways: TensorWays) -> None:
         self._ways = ways
         self._last: tuple[TensorWeakRef, int, TensorWeakRef] | None = None
 

@@ -14,13 +14,13 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from offbeat.runtime.gradients.buckets import hook
-from offbeat.runtime.tensor_parallel.ways import Ways
+from offbeat.runtime.tensor_parallel.ways import TensorWays
 
 
 class WayGradient(Tensor):
     """The part of a gradient that a way has: an ordinary tensor, except for its norm."""
 
-    ways: Ways
+    ways: TensorWays
 
     @classmethod
     def __torch_function__(
@@ -58,14 +58,14 @@ def _whole_norm(
     return norm if rest[0] or rest[1] else _joined(gradient.ways, norm, order)
 
 
-def _joined(ways: Ways, norm: Tensor, order: float) -> Tensor:
+def _joined(ways: TensorWays, norm: Tensor, order: float) -> Tensor:
     """The norm of the whole, from the norm of every way's part."""
     if order == float("inf"):
         return ways.largest(norm.clone(), "the norm of a gradient")
     return ways.sum(norm.double() ** order, "the norm of a gradient").pow_(1 / order).to(norm.dtype)
 
 
-def watch_norms(parameters: Sequence[Parameter], is_split: Callable[[], bool], ways: Ways) -> None:
+def watch_norms(parameters: Sequence[Parameter], is_split: Callable[[], bool], ways: TensorWays) -> None:
     """After each backward pass, let the gradients of these split parameters have the norms of the whole ones."""
     engine = Variable._execution_engine  # pyright: ignore[reportPrivateUsage]
     running = [False]

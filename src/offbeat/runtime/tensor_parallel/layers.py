@@ -18,7 +18,7 @@ from offbeat.runtime.tensor_parallel.cuts import Cut, range_of
 from offbeat.runtime.tensor_parallel.dropout import HeadsRegion, dropout
 from offbeat.runtime.tensor_parallel.functions import Entrance, leave
 from offbeat.runtime.tensor_parallel.logits import VocabularyLogits
-from offbeat.runtime.tensor_parallel.ways import Ways
+from offbeat.runtime.tensor_parallel.ways import TensorWays
 
 _CUT = "_offbeat_cut"  # The attribute of a parameter that is cut.
 _CUTS = "_offbeat_cuts"  # The attribute of a module that has such parameters; unlike the other, it is copied with it.
@@ -45,7 +45,7 @@ def cuts_in(model: nn.Module) -> dict[str, Cut]:
     return {name: cuts[id(parameter)] for name, parameter in named if id(parameter) in cuts}
 
 
-def cut_parameters(module: nn.Module, cuts: Mapping[str, Cut], ways: Ways) -> None:
+def cut_parameters(module: nn.Module, cuts: Mapping[str, Cut], ways: TensorWays) -> None:
     """Keep this way's parts of a module's parameters, which stay the same objects; a tied one is cut once."""
     for name, cut in cuts.items():
         parameter = module.get_parameter(name)
@@ -101,7 +101,7 @@ def split_by_column(module: Any, entrance: Entrance) -> None:
     replace_forward(module, forward)
 
 
-def split_by_row(module: Any, ways: Ways) -> None:
+def split_by_row(module: Any, ways: TensorWays) -> None:
     """Every way computes from its part of the inputs; their results are summed, and the bias is added once."""
 
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
@@ -119,7 +119,7 @@ def _record_width(module: Any) -> None:
         module.in_features, module.out_features = inputs, outputs
 
 
-def split_output(module: Any, ways: Ways, entrance: Entrance, size: int) -> None:
+def split_output(module: Any, ways: TensorWays, entrance: Entrance, size: int) -> None:
     """Every way computes the logits of its part of the vocabulary."""
 
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
@@ -129,7 +129,7 @@ def split_output(module: Any, ways: Ways, entrance: Entrance, size: int) -> None
     replace_forward(module, forward)
 
 
-def split_embedding(module: nn.Embedding, ways: Ways) -> None:
+def split_embedding(module: nn.Embedding, ways: TensorWays) -> None:
     """Every way looks up what is in its part of the vocabulary; the results are summed, of which one is not zero."""
     size = module.num_embeddings
     low, high = range_of(size, ways.rank, ways.size)
@@ -150,7 +150,7 @@ def split_embedding(module: nn.Embedding, ways: Ways) -> None:
     replace_forward(module, forward)
 
 
-def split_dropout(module: nn.Dropout, ways: Ways) -> None:
+def split_dropout(module: nn.Dropout, ways: TensorWays) -> None:
     """Dropout between a layer split by column and one split by row."""
 
     def forward(self: nn.Dropout, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
@@ -159,7 +159,7 @@ def split_dropout(module: nn.Dropout, ways: Ways) -> None:
     replace_forward(module, forward)
 
 
-def enter_heads(module: Any, heads: int, attributes: tuple[str, ...], ways: Ways) -> None:
+def enter_heads(module: Any, heads: int, attributes: tuple[str, ...], ways: TensorWays) -> None:
     """Tell an attention module that it has only this way's heads, by its attributes that depend on their number."""
     for name in attributes:
         setattr(module, name, getattr(module, name) // ways.size)
@@ -183,7 +183,7 @@ def _drops(module: nn.Module) -> bool:
     return any(rate > 0 for rate in rates)
 
 
-def sum_gradient(parameter: Parameter, ways: Ways) -> None:
+def sum_gradient(parameter: Parameter, ways: TensorWays) -> None:
     """Sum the gradient of a replicated parameter that every way uses on its own part of a value."""
 
     def total(gradient: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from offbeat.runtime.tensor_parallel.cross_entropy import vocabulary_cross_entropy
 from offbeat.runtime.tensor_parallel.cuts import Cut
 from offbeat.runtime.tensor_parallel.functions import gather
-from offbeat.runtime.tensor_parallel.ways import Ways
+from offbeat.runtime.tensor_parallel.ways import TensorWays
 
 
 class VocabularyLogits(Tensor):
@@ -26,11 +26,11 @@ class VocabularyLogits(Tensor):
 
     local: Tensor
     """This way's part."""
-    ways: Ways
+    ways: TensorWays
     """Who holds the others."""
 
     @staticmethod
-    def __new__(cls: type[VocabularyLogits], local: Tensor, size: int, ways: Ways) -> VocabularyLogits:
+    def __new__(cls: type[VocabularyLogits], local: Tensor, size: int, ways: TensorWays) -> VocabularyLogits:
         """Logits of `size` classes, of which this way has `local`."""
         # Each access to its data goes through the methods below.
         made: VocabularyLogits = Tensor._make_wrapper_subclass(  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.tensor_parallel.cuts import Cut
 from offbeat.runtime.tensor_parallel.layers import cut_of, cuts_in
-from offbeat.runtime.tensor_parallel.ways import Ways
+from offbeat.runtime.tensor_parallel.ways import TensorWays
 
 
 def logical_state(model: nn.Module, group: DirectGroup) -> dict[str, Tensor]:
     """The model's `state_dict` with whole tensors, on every way; all ways call this together."""
-    ways, whole = Ways(group), dict[int, Tensor]()
+    ways, whole = TensorWays(group), dict[int, Tensor]()
     cuts = cuts_in(model)
     result: dict[str, Tensor] = {}
     held: dict[str, Tensor] = model.state_dict(keep_vars=True)
@@ -31,7 +31,7 @@ def logical_state(model: nn.Module, group: DirectGroup) -> dict[str, Tensor]:
 
 def load_logical_state(model: nn.Module, state: Mapping[str, Tensor], group: DirectGroup) -> None:
     """Load whole tensors into a model that is split, or into one that is not."""
-    ways, cuts = Ways(group), cuts_in(model)
+    ways, cuts = TensorWays(group), cuts_in(model)
     model.load_state_dict(
         {name: ways.part(value, cuts[name]) if name in cuts else value for name, value in state.items()}
     )
@@ -39,7 +39,7 @@ def load_logical_state(model: nn.Module, state: Mapping[str, Tensor], group: Dir
 
 def logical_optimizer_state(optimizer: Optimizer, group: DirectGroup) -> dict[str, Any]:
     """The optimizer's `state_dict` with whole tensors, on every way; all ways call this together."""
-    ways, state = Ways(group), optimizer.state_dict()
+    ways, state = TensorWays(group), optimizer.state_dict()
     state = {**state, "state": {number: dict(own) for number, own in state["state"].items()}}
     for number, parameter in _numbered(optimizer):
         cut = cut_of(parameter)
@@ -51,7 +51,7 @@ def logical_optimizer_state(optimizer: Optimizer, group: DirectGroup) -> dict[st
 
 def load_logical_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], group: DirectGroup) -> None:
     """Load whole optimizer state into the optimizer of a model that is split, or of one that is not."""
-    ways = Ways(group)
+    ways = TensorWays(group)
     own: dict[str, Any] = {**state, "state": {number: dict(each) for number, each in state["state"].items()}}
     for number, parameter in _numbered(optimizer):
         cut = cut_of(parameter)
@@ -77,7 +77,7 @@ def global_norm(parameters: Iterable[Tensor], group: DirectGroup, norm_type: flo
     gradients = [(cut_of(each), each.grad) for each in parameters if each.grad is not None]
     split = [gradient.detach() for cut, gradient in gradients if cut is not None]
     shared = [gradient.detach() for cut, gradient in gradients if cut is None]
-    ways = Ways(group)
+    ways = TensorWays(group)
     if norm_type == float("inf"):
         largest = torch.stack([_norm(split, norm_type), _norm(shared, norm_type)])
         return ways.largest(largest, "the global norm").max()

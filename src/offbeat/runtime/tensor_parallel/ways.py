@@ -18,7 +18,7 @@ _LARGEST.reduceOp = ReduceOp(ReduceOp.MAX)
 _LARGEST.asyncOp = False
 
 
-class Ways:
+class TensorWays:
     """The workers that share the operators of one replica.
 
     Inside a host all of these exchanges go through shared memory. Sums have the same bits on all ways.
