@@ -104,6 +104,7 @@ RESULT = [
     "hosts",
     "died",
     "joined",
+    "tensor",
     "first_batch",
     "error",
 ]  # fmt: skip
