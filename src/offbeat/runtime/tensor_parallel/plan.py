@@ -24,7 +24,7 @@ from offbeat.runtime.tensor_parallel.families import (
 from offbeat.runtime.tensor_parallel.layers import is_linear, widths
 from offbeat.runtime.tensor_parallel.splits import Manner, Split, cuts_of
 
-_SAY_IT = "Say it with Task.tensor_plan(model), which answers {module name: column, row, heads, vocabulary or whole}."
+_SAY_IT = "Say what is split with Task.tensor_plan(model), which answers {module name: column, row, heads, vocabulary or whole}."
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _check_ways(splits: Iterable[Split], ways: int) -> None:
         raise StrategyError(
             f"tensor({ways}) cannot split {first.name or 'the model'}: its {first.size} {first.things} cannot be "
             f"divided by {ways} ({_list(divisors(first.size)) or 'no number'} would), and every way has the same "
-            f"number of them. {fits}. To keep modules whole, say what is split: {_SAY_IT}"
+            f"number of them. {fits}. To keep modules whole: {_SAY_IT}"
         )
     for split in splits:
         if split.manner is Manner.VOCABULARY and split.size < ways:
