@@ -31,7 +31,7 @@ from offbeat.runtime.run.result import Result, failure
 from offbeat.runtime.run.settings import ASSIGNED, Goal
 from offbeat.runtime.system.capacity import check_room
 from offbeat.strategies import Strategy
-from offbeat.strategies.layouts import place_in_words
+from offbeat.strategies.splitting.layouts import place_in_words
 from offbeat.task import AnyTask
 
 WARM = (

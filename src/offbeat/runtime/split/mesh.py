@@ -69,5 +69,5 @@ class Mesh:
         """The workers that have the same part of the model, one in each replica."""
         self.pipeline = part_of(world, place.pipeline, f"replica {place.replica} way {place.way}")
         """The workers that have the stages of this replica; its ranks are stages."""
-        self.tensor = world.part(place.tensor, f"replica {place.replica} stage {place.stage}")
+        self.tensor = part_of(world, place.tensor, f"replica {place.replica} stage {place.stage}")
         """The workers that share this stage's tensors; its ranks are ways."""
