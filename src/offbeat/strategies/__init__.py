@@ -16,9 +16,9 @@ from offbeat.strategies.language.parser import expand, parse, parse_built_in
 from offbeat.strategies.language.reference import describe, overview
 from offbeat.strategies.language.registry import aliases, available
 from offbeat.strategies.local import Local, Nesterov, OuterSGD
-from offbeat.strategies.splitting.pipeline import Pipeline
 from offbeat.strategies.server import ASP, BSP, SSP, Deadline, DropSlowest, Server
 from offbeat.strategies.single import Single
+from offbeat.strategies.splitting.pipeline import Pipeline
 from offbeat.strategies.splitting.tensor import TensorParallel
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing
 

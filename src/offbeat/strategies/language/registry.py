@@ -24,9 +24,9 @@ from offbeat.strategies.gossip import Gossip
 from offbeat.strategies.hogwild import Hogwild
 from offbeat.strategies.language.fields import shown
 from offbeat.strategies.local import Local
-from offbeat.strategies.splitting.pipeline import Pipeline
 from offbeat.strategies.server import Server
 from offbeat.strategies.single import Single
+from offbeat.strategies.splitting.pipeline import Pipeline
 from offbeat.strategies.splitting.tensor import TensorParallel
 
 BUILT_IN: Final[tuple[type[Strategy], ...]] = (
