@@ -24,7 +24,10 @@ from offbeat.runtime.tensor_parallel.families import (
 from offbeat.runtime.tensor_parallel.layers import is_linear, widths
 from offbeat.runtime.tensor_parallel.splits import Manner, Split, cuts_of
 
-_SAY_IT = "Say what is split with Task.tensor_plan(model), which answers {module name: column, row, heads, vocabulary or whole}."
+_SAY_IT = (
+    "Say what is split with Task.tensor_plan(model), which answers {module name: column, row, heads, vocabulary or "
+    "whole}."
+)
 
 
 @dataclass(frozen=True)
