@@ -103,6 +103,14 @@ class Task(_Referable):
         inputs, target = batch
         return self.criterion(model(inputs), target)
 
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, str] | None:
+        """How `tensor(ways)` splits the model's modules: `column`, `row`, `heads`, `vocabulary` or `whole`, by name.
+
+        Modules that are not named stay whole. None finds out itself what can be split.
+        """
+        del model
+        return None
+
     def stages(self, model: nn.Module) -> Sequence[nn.Module] | None:
         """Modules of the model that, run one after another, are the model: a pipeline cuts only between these.
 

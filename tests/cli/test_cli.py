@@ -106,6 +106,7 @@ RESULT = [
     "hosts",
     "died",
     "joined",
+    "tensor",
     "first_batch",
     "error",
 ]  # fmt: skip

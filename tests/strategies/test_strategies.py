@@ -94,7 +94,7 @@ class Mesh(Strategy):
 
 
 def test_the_public_names_are_these() -> None:
-    classes = {"Strategy", "Setting", "Traits", "Axis", "Combined", "Splitting", "Pipeline"}
+    classes = {"Strategy", "Setting", "Traits", "Axis", "Combined", "Splitting", "Pipeline", "TensorParallel"}
     classes |= {"Single", "DDP", "AllReduce", "Server", "Coded", "Downpour", "Elastic", "Hogwild", "Accumulate"}
     classes |= {"Gossip", "Random", "Local", "Nesterov", "OuterSGD"}
     classes |= {"BSP", "SSP", "ASP", "DropSlowest", "Deadline"}
@@ -118,6 +118,7 @@ def test_the_strategies_and_their_aliases_are_these() -> None:
         "local",
         *compressors,
         "pipeline",
+        "tensor",
     ]
     assert aliases() == {
         "sequential": "single",

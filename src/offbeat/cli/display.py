@@ -127,6 +127,8 @@ class Display(LivePanel):
                 self._progress, self._reporter = dict(message), str(role)
                 self._metrics = dict(message["metrics"])
                 self._line()
+            case "plan":
+                self._print(message["text"])
             case "lingering" if role.rank or self._log is None:  # The log of worker 0 is shown.
                 self._print(message["text"])
             case _:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from offbeat.errors import CheckpointError, OutputError, RunError, TaskError, UsageError, VerdictError
+from offbeat.errors import CheckpointError, OutputError, RunError, TaskError, UsageError, VerdictError, WorkerError
 from offbeat.monitor import LASTING, STRAGGLER, LiveWatch, Verdict
 from offbeat.protocols.disturbances import asked, check
 from offbeat.run import job as jobs
@@ -31,6 +31,7 @@ from offbeat.runtime.run.result import Result, failure
 from offbeat.runtime.run.settings import ASSIGNED, Goal
 from offbeat.runtime.system.capacity import check_room
 from offbeat.strategies import Strategy
+from offbeat.strategies.splitting.layouts import place_in_words
 from offbeat.task import AnyTask
 
 WARM = (
@@ -205,6 +206,7 @@ def _launch(
             if there is not None:
                 collected.hosts = there.plain(servers.places)
     except BaseException as error:
+        _name_stage(error, collected.strategy or job.goal.strategy)
         with suppress(OutputError, CheckpointError):  # A full disk may be the cause.
             state = "failed" if isinstance(error, Exception) else "interrupted"
             result = _result_so_far(job, folder, collected, error)
@@ -212,6 +214,14 @@ def _launch(
             if watch is not None:
                 _conclude(watch, folder, error)
         raise
+
+
+def _name_stage(error: BaseException, strategy: str | None) -> None:
+    """Add to the error of a worker that has a part of the model which part that is."""
+    if not isinstance(error, WorkerError) or error.role != "worker" or strategy is None:
+        return
+    if words := place_in_words(strategy, error.rank):
+        error.args = (f"{str(error).rstrip('.')}. It had {words}.",)
 
 
 def _look(watch: LiveWatch | None, folder: RunFolder, watcher: Watcher) -> None:

@@ -20,9 +20,10 @@ from offbeat.runtime.run.result import Result
 from offbeat.runtime.run.settings import Goal, Target
 from offbeat.runtime.run.untrusted_files import is_file, is_folder, is_there
 from offbeat.runtime.state.checkpoint import newest, newest_step
-from offbeat.strategies import Combined, combined, parse
-from offbeat.strategies.layouts import relaid
+from offbeat.strategies import Combined, Pipeline, combined, parse
+from offbeat.strategies.splitting.layouts import relaid
 from offbeat.task import AnyTask, IterativeTask, Task, TaskReference, reference_to
+from offbeat.team.tensor import check_task
 
 
 @dataclass(frozen=True)
@@ -154,11 +155,12 @@ def _refuse_unsplittable(task: AnyTask, strategy: Combined) -> None:
             f"{spread} cannot be used with {name}: it sums statistics of its parameters and has no model to split. "
             f"Omit it."
         )
-    if type(task).loss is not Task.loss:
+    if any(isinstance(part, Pipeline) for part in strategy.split) and type(task).loss is not Task.loss:
         raise StrategyError(
             f"{spread} cannot be used with {name}, which overrides loss(model, batch): no worker has a whole model to "
             f"call. Give {name} a criterion(output, target) in place of loss."
         )
+    check_task(task, strategy)
 
 
 def agreed_workers(hosts: Hosts | None, requested: int | None, default: int) -> int:

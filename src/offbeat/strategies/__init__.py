@@ -16,9 +16,10 @@ from offbeat.strategies.language.parser import expand, parse, parse_built_in
 from offbeat.strategies.language.reference import describe, overview
 from offbeat.strategies.language.registry import aliases, available
 from offbeat.strategies.local import Local, Nesterov, OuterSGD
-from offbeat.strategies.pipeline import Pipeline
 from offbeat.strategies.server import ASP, BSP, SSP, Deadline, DropSlowest, Server
 from offbeat.strategies.single import Single
+from offbeat.strategies.splitting.pipeline import Pipeline
+from offbeat.strategies.splitting.tensor import TensorParallel
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing
 
 __all__ = ["Axis", "Combined", "Setting", "Splitting", "Strategy", "Traits", "combined"]
@@ -27,4 +28,4 @@ __all__ += ["Compressing", "Exchange", "Exchanging", "Pace", "Timing"]
 __all__ += ["DDP", "AllReduce", "Coded", "Downpour", "Elastic", "Gossip", "Hogwild", "Server", "Single"]
 __all__ += ["ASP", "BSP", "SSP", "Accumulate", "Deadline", "DropSlowest", "Local", "Nesterov", "OuterSGD", "Random"]
 __all__ += ["BFloat", "Half", "LowRank", "Quantize", "RandomK", "Sign", "Threshold", "TopK"]
-__all__ += ["Pipeline"]
+__all__ += ["Pipeline", "TensorParallel"]

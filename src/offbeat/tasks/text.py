@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,15 @@ class Text(Task):
             nn.LayerNorm(self.width),
             nn.Linear(self.width, symbols),
         )
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, str]:
+        """Attention by heads, the layers after it by column and row."""
+        plan = {}
+        for name, module in model.named_children():
+            if isinstance(module, _Block):
+                plan |= {f"{name}.look": "heads", f"{name}.gather": "row"}
+                plan |= {f"{name}.think.1": "column", f"{name}.think.3": "row"}
+        return plan
 
     @once
     def data(self) -> Data:

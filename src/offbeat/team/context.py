@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -22,13 +22,14 @@ from offbeat.runtime.run.settings import Assignment, Goal, Target
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.state import random_state
 from offbeat.runtime.state.checkpoint_manager import Holdings, Memory
-from offbeat.strategies import Combined, combined, parse
+from offbeat.strategies import Combined, Pipeline, combined, parse
 from offbeat.strategies.compressors import Compressing
-from offbeat.strategies.layouts import relaid
+from offbeat.strategies.splitting.layouts import relaid
 from offbeat.strategies.worker.capabilities import Accounted, Metered, Observed, Starter, refuse_halves
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing, pace_of
 from offbeat.strategies.worker.loop_hooks import LoopHooks
 from offbeat.team.split import SplitWork, mesh_of
+from offbeat.team.tensor import TensorWork
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Workplace:
     """Measures gradient noise, if requested."""
     seed: int
     """Seed of the order of the data; the same on all workers."""
-    split: SplitWork | None = None
+    split: SplitWork | TensorWork | None = None
     """This worker's part of a replica, where replicas are spread over several workers."""
     shares: list[Share] = field(default_factory=list[Share])
     """This worker's shares of loaders, where they depend on which workers are alive."""
@@ -88,6 +89,8 @@ class Workplace:
         if rank:
             # Its own random state, so that dropout masks differ between workers; worker 0's is not touched.
             random_state.seed_everything(mixed(self.seed, rank))
+        if isinstance(self.split, TensorWork):
+            self.split.draw_alike()
         if isinstance(self.exchange, Starter):
             self.exchange.begin()
         self.group.barrier("the start of training")
@@ -111,7 +114,7 @@ class Workplace:
         is cut into stages in the first call; under any other, the function calls the model and backward. `layers` are
         modules of the model between which it may be cut, if they are not to be found (see `Task.stages`).
         """
-        if self.split is not None:
+        if isinstance(self.split, SplitWork):
             return self.split.step_of(model, criterion, layers)
 
         def step(inputs: Any, target: Any) -> Tensor:
@@ -120,6 +123,14 @@ class Workplace:
             return loss.detach()
 
         return step
+
+    def tensor_plan(self, own: Mapping[str, str]) -> None:
+        """Say how `tensor(ways)` splits modules, by their names; before `prepare`. Any other strategy ignores it.
+
+        `column`, `row`, `heads`, `vocabulary` or `whole`; modules that are not named stay whole. See docs/tensor.md.
+        """
+        if isinstance(self.split, TensorWork):
+            self.split.follow(own)
 
     def redivide(self) -> None:
         """Divide dead workers' shares over the live ones."""
@@ -174,7 +185,11 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     exchange.seed = seed
     disturber = Disturber(goal.disturbances, "worker", place.rank, seed, assignment.send, assignment.disturbed)
     gauge = None if goal.gauge is None else Gauge(group)
-    split = None if mesh is None else SplitWork(strategy, mesh, group, exchange, stopwatch, holdings)
+    split: SplitWork | TensorWork | None = None
+    if mesh is not None:
+        parts = strategy, mesh, group, exchange, stopwatch, holdings
+        staged = any(isinstance(part, Pipeline) for part in strategy.split)
+        split = SplitWork(*parts) if staged else TensorWork(*parts, assignment.send)
     return Workplace(
         *(assignment, group, device, strategy, exchange, pace, batches, stopwatch, ledger, holdings, watch, reports),
         *(memory, disturber, gauge, seed, split),

@@ -34,6 +34,7 @@ from offbeat.strategies.worker.capabilities import Explaining, HasNotes, Ranged,
 from offbeat.team.between_steps import Boundaries
 from offbeat.team.context import Workplace, set_up
 from offbeat.team.prepare import Adoption, LoaderFeed
+from offbeat.team.tensor import TensorWork
 
 
 def init(
@@ -95,6 +96,8 @@ class Team:
         """The run's progress, times, reports and gradient noise."""
         self.pipeline = work.pipeline
         """`team.pipeline(model, criterion)`: a function for steps of a model that may be split; see docs/split.md."""
+        self.tensor_plan = work.tensor_plan
+        """`team.tensor_plan({...})`: how `tensor(ways)` splits modules, by their names; see docs/tensor.md."""
         self.notes = work.notes
         """Further entries for the result."""
         self.folder = assignment.folder
@@ -303,5 +306,7 @@ def _conclude(work: Workplace) -> None:
 def _predicted(work: Workplace) -> Step | str:
     """What a step exchanges, or why its time cannot be predicted."""
     if work.split is not None:
+        if isinstance(work.split, TensorWork):
+            return "the sums of activations depend on the model's batches, and are not planned"
         return "a step of a pipeline is more than its exchanges: offbeat draw shows it"
     return work.pace.predicted()

@@ -32,6 +32,7 @@ from offbeat.runtime.run.rank_environment import where
 from offbeat.runtime.run.settings import ASSIGNED, Assignment, Goal
 from offbeat.runtime.servers.plan import ServerPlan
 from offbeat.runtime.state.random_state import seed_everything
+from offbeat.strategies import Pipeline
 from offbeat.strategies.worker.capabilities import PartsKeeper, StatisticsKeeper
 from offbeat.task import Data, IterativeTask, Task, TaskReference
 from offbeat.team.team import Team
@@ -107,10 +108,14 @@ def train(task: Task, team: Team) -> None:
     optimizer = task.optimizer(model.parameters())
     schedule = task.schedule(optimizer)
     batches = _loader(data.train, task.global_batch, task.collate, shuffle=True)
+    own = task.tensor_plan(model)
+    if own is not None:
+        team.tensor_plan(own)
     model, optimizer, batches = team.prepare(model, optimizer, batches)
     if schedule is not None:
         team.prepare(schedule)
-    step = team.pipeline(model, task.criterion, task.stages(model)) if team.strategy.split else None
+    staged = any(isinstance(part, Pipeline) for part in team.strategy.split)
+    step = team.pipeline(model, task.criterion, task.stages(model)) if staged else None
     validate = _scorer(task, model, team, data.validation)
     judged = -1
     check_noise = checks(task, model, team) if team.goal.gauge else None

@@ -108,7 +108,7 @@ def main() -> None:
                 losses.append(float(step(inputs, target)) * len(target))
                 if words.clip:
                     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-                optimizer.step()
+                optimizer.step(*[lambda: losses[-1]] * (words.optimizer == "LBFGS"))
                 if team.step >= words.steps:
                     break
             with team.averaged(model), torch.no_grad():

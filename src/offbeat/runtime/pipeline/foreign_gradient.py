@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from offbeat.errors import UsageError
+from offbeat.errors import StrategyError, UsageError
 from offbeat.runtime.pipeline.state import SplitState
 
 _NORMS = ("linalg_vector_norm", "norm")
@@ -48,9 +48,9 @@ class ForeignGradient(Tensor):
         first = args[0] if args else None
         if name == "_foreach_norm":
             return [torch.linalg.vector_norm(tensor, *args[1:], **keywords) for tensor in args[0]]
-        if isinstance(first, list) and func._schema.is_mutable:
+        if name.startswith("_foreach_") and func._schema.is_mutable:
             method = name.removeprefix("_foreach_")
-            for number, tensor in enumerate(first):
+            for number, tensor in enumerate(args[0]):
                 getattr(tensor, method)(*(arg[number] if isinstance(arg, list) else arg for arg in args[1:]))
             return None
         if isinstance(first, cls):
@@ -80,7 +80,12 @@ class ForeignGradients:
         if self._parameter is not None and self._parameter.grad is None:
             self._parameter.grad = ForeignGradient(self._parameter, self._state.norm_elsewhere)
 
-    def _hide(self, *_: Any) -> None:
+    def _hide(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            raise StrategyError(
+                f"{type(optimizer).__name__} steps with a closure, which would call the model while each worker has a "
+                f"stage of it. Use an optimizer that steps on gradients, such as AdamW, or a strategy without a split."
+            )
         if self._parameter is not None:
             self._parameter.grad = None
 

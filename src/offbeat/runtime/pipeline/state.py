@@ -59,7 +59,9 @@ class SplitState:
         """Free the memory of what this stage does not use."""
         for parameter in self.foreign:
             parameter.grad = None
-            parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+            # Not zeros: what reads it by mistake shall not look right.
+            nothing = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+            parameter.data = parameter.data.new_full((), nothing).expand(parameter.shape)
             for optimizer in self._optimizers:
                 optimizer.state.pop(parameter, None)
 

@@ -68,6 +68,8 @@ class Result:
     """Each host: name, kind, address, rate, workers and server processes (`0.1`: shard 0, copy 1)."""
     died: list[str] = field(default_factory=list[str])  # Workers and servers that died while the run went on.
     joined: list[str] = field(default_factory=list[str])  # Workers and servers that joined later to replace others.
+    tensor: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Under tensor(ways): the share of the parameters that each way holds, which modules are split, and which not."""
     first_batch: str | None = None
     """Fingerprint of the first training batch of the reporting worker: equal data gives equal fingerprints."""
     error: dict[str, Any] | None = None

@@ -47,6 +47,11 @@ class MeshPlace:
         """Ranks of the workers with the other stages of this replica, by stage."""
         return tuple(self.rank_of(self.replica, stage, self.way) for stage in range(self.stages))
 
+    @property
+    def tensor(self) -> tuple[int, ...]:
+        """Ranks of the workers that share the tensors of this stage, by way."""
+        return tuple(self.rank_of(self.replica, self.stage, way) for way in range(self.ways))
+
     def named(self, rank: int) -> str:
         """A worker in words."""
         stage = rank // self.ways % self.stages
@@ -64,3 +69,5 @@ class Mesh:
         """The workers that have the same part of the model, one in each replica."""
         self.pipeline = part_of(world, place.pipeline, f"replica {place.replica} way {place.way}")
         """The workers that have the stages of this replica; its ranks are stages."""
+        self.tensor = part_of(world, place.tensor, f"replica {place.replica} stage {place.stage}")
+        """The workers that share this stage's tensors; its ranks are ways."""

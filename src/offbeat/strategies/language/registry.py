@@ -24,14 +24,15 @@ from offbeat.strategies.gossip import Gossip
 from offbeat.strategies.hogwild import Hogwild
 from offbeat.strategies.language.fields import shown
 from offbeat.strategies.local import Local
-from offbeat.strategies.pipeline import Pipeline
 from offbeat.strategies.server import Server
 from offbeat.strategies.single import Single
+from offbeat.strategies.splitting.pipeline import Pipeline
+from offbeat.strategies.splitting.tensor import TensorParallel
 
 BUILT_IN: Final[tuple[type[Strategy], ...]] = (
     *(Single, DDP, AllReduce, Server, Coded, Downpour, Elastic, Hogwild, Gossip, Accumulate, Local),
     *COMPRESSORS,
-    Pipeline,
+    *(Pipeline, TensorParallel),
 )
 """Built-in strategies, in the order in which they are listed."""
 

@@ -15,6 +15,16 @@ def relaid(before: Strategy | str, now: Strategy | str) -> bool:
     return any(side.split for side in sides) and all(map(_shares_one_state, sides)) and sides[0].when == sides[1].when
 
 
+def place_in_words(strategy: Strategy | str, rank: int) -> str:
+    """Which part of the model a worker has, such as `stage 1 of replica 0`; empty if it has all of it."""
+    split = combined(parse(strategy) if isinstance(strategy, str) else strategy).split
+    words: list[str] = []
+    for part in reversed(split):
+        rank, place = divmod(rank, part.spread)
+        words.insert(0, f"{'stage' if part.name == 'pipeline' else part.name} {place}")
+    return f"{', '.join(words)} of replica {rank}" if words else ""
+
+
 def _shares_one_state(strategy: Combined) -> bool:
     exchange = strategy.exchange
     replicated = exchange.name == "single" or getattr(exchange, "shard", None) == "nothing"

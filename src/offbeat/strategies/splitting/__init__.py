@@ -1,0 +1,1 @@
+"""Strategies that spread one replica of the model over several workers."""
