@@ -178,7 +178,8 @@ class CallRecorder(TorchFunctionMode):
         numbers = self._results(results, from_data or random_now or own)
         pure = not (from_data or random_now or own or changed)
         starts = any(self.known.is_parameter(tensor) for tensor in tensors)
-        self._add(func, references[0], references[1], numbers, pure=pure, starts=starts)
+        direct = isinstance(result, Tensor)
+        self._add(func, references[0], references[1], numbers, direct=direct, pure=pure, starts=starts)
         self.mutations += [(len(self.calls) - 1, address(tensor)) for tensor in changed]
         return result
 
@@ -212,6 +213,7 @@ class CallRecorder(TorchFunctionMode):
         kwargs: dict[str, Any],
         results: tuple[int | None, ...],
         *,
+        direct: bool = True,
         name: str | None = None,
         pure: bool = False,
         starts: bool = False,
@@ -225,6 +227,7 @@ class CallRecorder(TorchFunctionMode):
                 args,
                 kwargs,
                 results,
+                direct=direct,
                 grad=torch.is_grad_enabled(),
                 autocast=autocast if autocast != self._autocast else None,
                 starts_layer=starts,
@@ -264,7 +267,8 @@ class CallRecorder(TorchFunctionMode):
                 results = flat(result)
                 if all(leaf is None or isinstance(leaf, Tensor) for leaf in results):
                     numbers = self._results(results, True)
-                    self._add(module, references[0], references[1], numbers, name=path, starts=True)
+                    direct = isinstance(result, Tensor)
+                    self._add(module, references[0], references[1], numbers, direct=direct, name=path, starts=True)
                     self.mutations += [(len(self.calls) - 1, address(tensor)) for tensor in tensors.changed()]
                     return result
                 if path in self._kept:
