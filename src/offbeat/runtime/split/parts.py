@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from offbeat.errors import TaskError
 from offbeat.runtime.split.graph import Graph, ModelCall, ModelLayer, OwnTensor, Ref, flat, leaves, mapped
+from offbeat.runtime.split.sizes import WHOLE
 
 INPUT = -1
 """Producer of values that are the model's own inputs."""
@@ -303,6 +304,5 @@ def _other_results(call: ModelCall, count: int) -> str:
     name = getattr(call.target, "__name__", type(call.target).__name__)
     return (
         f"{name} at {call.place} returned {count} values, and {len(call.results)} for the batch on which the model was "
-        f"captured, so other calls would be needed. Put that code into a module that is kept whole (a module without "
-        f"modules of its own, or one named in `kept`), or use batches of one size."
+        f"captured, so other calls would be needed. Put that code into {WHOLE}, or use batches of one size."
     )

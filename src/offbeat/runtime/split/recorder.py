@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from offbeat.errors import TaskError
 from offbeat.runtime.split.graph import ModelCall, Ref, flat, leaves, mapped
-from offbeat.runtime.split.sizes import SizeCheck, TracedFloat, TracedInt, plain
+from offbeat.runtime.split.sizes import WHOLE, SizeCheck, TracedFloat, TracedInt, plain
 from offbeat.runtime.split.values import KnownValues, place
 
 _OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
@@ -347,14 +347,13 @@ def _refuse_reading(name: str, path: str) -> NoReturn:
     raise DataDependentError(
         f"{place()}{f' (in {path})' if path else ''} {what.get(name, f'takes out of torch (by {name})')} a tensor "
         f"that depends on the data, so another batch may need other calls, and the model cannot be captured. Compute "
-        f"it with tensors only (torch.where in place of `if`), or put that code into a module that is kept whole: a "
-        f"module without modules of its own, or one named in `kept`."
+        f"it with tensors only (torch.where in place of `if`), or put that code into {WHOLE}."
     )
 
 
 def _not_tensors(path: str, results: Sequence[Any]) -> str:
     kinds = sorted({type(leaf).__name__ for leaf in results if leaf is not None and not isinstance(leaf, Tensor)})
     return (
-        f"Module {path} is to be kept whole, and returns {' and '.join(kinds)}, which cannot cross a cut: only tensors "
-        f"can. Let it return tensors, alone or in tuples, lists and dictionaries, or do not keep it."
+        f"Module {path} is to be run as a whole, and returns {' and '.join(kinds)}, which cannot cross a cut: only "
+        f"tensors can. Let it return tensors, alone or in tuples, lists and dictionaries."
     )
