@@ -10,12 +10,16 @@ from __future__ import annotations
 import re
 
 _PATTERNS = (
+    r"test_pipeline_proofs\.py::test_every_schedule_is_proved_for_all.*\[(?!3\])",
+    r"test_pipeline_proofs\.py::test_the_bubble_is_the_formulas_for_many.*\[(?!3\])",
     r"chaos/random_faults\.py::.*\[(?!1000\])",
     r"chaos/snapshots\.py::.*\[\d-25\]",
     r"chaos/mutated_messages\.py::.*\[1000000\]",
     r"chaos/torchs_own\.py::.*-all\]",
     r"test_contracts\.py::.*\[(coded-4|elastic\(period=2,asynchronous=False\)-3)-(?!exact|uneven)",
     r"test_contracts\.py::.*\[(ddp-2|single-1)-(?!exact|uneven|a_crash|success)",
+    r"test_pipelines\.py::test_stages_end.*\[(mlp-(SGD|AdamW)-pipeline|skips-AdamW|skips-SGD-pipeline\(2(\)|, [niz]))",
+    r"test_pipelines\.py::test_stages_end.*\[words-(AdamW-pipeline\(2|SGD-pipeline\((4|2(\)|, [ng])))",
     r"test_own_loops\.py::test_a_loop_ends.*-(allreduce-3|ddp \+ accumulate\(2\)-3)\]",
     r"test_own_loops\.py::test_a_loop_ends.*\[(clip_value|schedule_per_batch|parameter_groups|two_optimizers|gan_maker_first"
     r"|zeros_kept|two_losses|penalty_on_weights|called_twice|numbered_epochs|evaluated)-(ddp|allreduce \+)",

@@ -1,4 +1,4 @@
-"""Draw draw-ring.svg and draw-ssp.svg, the pictures of docs/draw.md, as `offbeat draw` does."""
+"""Draw the pictures of docs/draw.md and docs/pipelines.md, as `offbeat draw` does."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from offbeat.simulate.units import parse_size
 
 HERE = Path(__file__).parent
 NETWORK = "10Gbit,50us"
+PIPELINES = (
+    ("draw-1f1b", "pipeline(4)"),
+    ("draw-interleaved", "pipeline(4, interleaved, chunks=2)"),
+    ("draw-zero-bubble", "pipeline(4, zero_bubble)"),
+)
 
 
 def pictured() -> None:
-    """Draw both, beside this file."""
+    """Draw all, beside this file."""
     for name, text, size, steps, slow in (
         ("draw-ring", "allreduce(ring)", "100MB", None, "none"),
         ("draw-ssp", "server(consistency=ssp(3))", "10MB", 8, "permanent(2)"),
@@ -29,6 +34,10 @@ def pictured() -> None:
         )
         timeline = timeline_of(text, setting)
         write(picture(timeline, f"4 workers, {size}, {NETWORK}; stragglers: {slow}"), HERE / f"{name}.svg")
+    for name, text in PIPELINES:
+        setting = Scenario(tuple(range(4)), Network.parse(NETWORK), parse_size("100KB"), microbatches=8)
+        timeline = timeline_of(text, setting)
+        write(picture(timeline, ". ".join((f"4 workers, 100KB, {NETWORK}", *timeline.notes))), HERE / f"{name}.svg")
 
 
 if __name__ == "__main__":

@@ -93,6 +93,7 @@ RESULT = [
     "disturbances",
     "choices",
     "optimizer_bytes",
+    "split",
     "gossip",
     "compression",
     "pays",
@@ -141,7 +142,7 @@ def test_the_commands_and_their_options_are_these() -> None:
     own = {"--collective", "--runs", "--seed"}
     assert options_of("check") == {"--workers", "-w", "--hosts", "--format"} | own
     world = {"--workers", "-w", "--network", "--inside", "--size", "--per-host", "--steps", "--step", "--stragglers"}
-    assert options_of("draw") == world | {"--collective", "--seed", "--picture", "-o", "--format"}
+    assert options_of("draw") == world | {"--microbatches", "--collective", "--seed", "--picture", "-o", "--format"}
     assert list(typer.main.get_command(app).commands["bench"].commands) == ["collectives", "server"]  # pyright: ignore[reportAttributeAccessIssue]
     assert options_of("bench", "collectives") == BENCH_OPTIONS
     measuring = {"--workers", "-w", "--steps", "--seconds", "--threads", "--seed", "--out", "-o", "--format"}

@@ -21,7 +21,7 @@ from offbeat.cli.commands.bench import Played
 from offbeat.errors import OffbeatError, UsageError
 from offbeat.protocols.servers import pacing
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.worker.rhythm import Action, EveryStep, PushAndFetch, Spring, StepActions
+from offbeat.protocols.servers.worker.rhythm import EveryStep, PushAndFetch, RhythmAction, Spring, StepActions
 from offbeat.runtime.launch import Launcher
 from offbeat.simulate.network import Link
 from offbeat.simulate.servers.stragglers import Stragglers, Transient
@@ -279,7 +279,7 @@ def test_a_synchronous_centre_comes_while_workers_compute() -> None:
 def test_at_most_two_pushes_are_in_flight() -> None:
     class Pushing(EveryStep):
         def computed(self, clock: int) -> StepActions:
-            return StepActions((Action.PUSH,))
+            return StepActions((RhythmAction.PUSH,))
 
     shards = ShardTraffic(1, 10**8, Link(0.0, 1e-9))
     found = simulate(ASP, 1, 50, Stragglers(0.01), shards, rhythm=lambda _: Pushing())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offbeat.protocols.servers.worker.rhythm import Action
+from offbeat.protocols.servers.worker.rhythm import RhythmAction
 from offbeat.strategies.server import ServerTotals
 from offbeat.strategies.servers.parameter_row import ParameterRow
 
@@ -41,10 +41,14 @@ class Servers:
     def gradient(self) -> int:
         return 0
 
-    def perform(self, actions: Sequence[Action], slot: Callable[[], int]) -> None:
+    def perform(self, actions: Sequence[RhythmAction], slot: Callable[[], int]) -> None:
         assert slot() == 0
         for action in actions:
-            {Action.PUSH_AND_PULL: self.push, Action.AWAIT: self.together, Action.SETTLE: self.settle}[action]()
+            {
+                RhythmAction.PUSH_AND_PULL: self.push,
+                RhythmAction.AWAIT: self.together,
+                RhythmAction.SETTLE: self.settle,
+            }[action]()
 
     def push(self) -> None:
         change = self.row.parameters[0].grad

@@ -94,7 +94,7 @@ class Mesh(Strategy):
 
 
 def test_the_public_names_are_these() -> None:
-    classes = {"Strategy", "Setting", "Traits", "Axis", "Combined"}
+    classes = {"Strategy", "Setting", "Traits", "Axis", "Combined", "Splitting", "Pipeline"}
     classes |= {"Single", "DDP", "AllReduce", "Server", "Coded", "Downpour", "Elastic", "Hogwild", "Accumulate"}
     classes |= {"Gossip", "Random", "Local", "Nesterov", "OuterSGD"}
     classes |= {"BSP", "SSP", "ASP", "DropSlowest", "Deadline"}
@@ -117,6 +117,7 @@ def test_the_strategies_and_their_aliases_are_these() -> None:
         "accumulate",
         "local",
         *compressors,
+        "pipeline",
     ]
     assert aliases() == {
         "sequential": "single",

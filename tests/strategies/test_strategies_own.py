@@ -186,7 +186,7 @@ def test_the_page_shows_a_strategy_of_ones_own_that_works(mine: Path) -> None:
 
 
 def test_the_page_lists_the_strategies_there_are_and_the_errors_they_give() -> None:
-    assert re.findall(r"^\| `(\w+)` \| (?:exchange|when|compression) \|", PAGE, re.MULTILINE) == [
+    assert re.findall(r"^\| `(\w+)` \| (?:exchange|when|compression|split) \|", PAGE, re.MULTILINE) == [
         cls.name for cls in BUILT_IN
     ]
     table = PAGE.partition("| written | the error says |")[2].partition("\n\n")[0]

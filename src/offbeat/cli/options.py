@@ -348,15 +348,21 @@ class DrawOptions:
 
     strategy: str = argument(
         "What to draw: a strategy such as `gossip(exponential)`, `server(consistency=asp)` or `local(4) + "
-        "topk(0.01)`; an algorithm of a collective, `all_gather(ring)`; or your own `mine.py:my_ring`.",
+        "topk(0.01)`; a pipeline, `pipeline(4, gpipe)`; an algorithm of a collective, `all_gather(ring)`; or your own "
+        "`mine.py:my_ring`.",
         "STRATEGY",
     )
-    workers: int = option(4, "Number of workers.", "-w")
+    workers: int | None = option(None, "Number of workers. Default: 4, or the stages of a pipeline.", "-w")
     network: str = option("10Gbit,50us", _NETWORK)
     inside: str | None = option(None, _INSIDE)
-    size: str = option("100MB", "Size of the model, or of a collective's buffer.")
+    size: str | None = option(
+        None,
+        "Size of the model, or of a collective's buffer. Default: 100MB. For a pipeline: of what a microbatch brings "
+        "from one stage to the next. Default: 100KB.",
+    )
     per_host: int = option(1, "Workers per host.")
     steps: int | None = option(None, "Steps to draw. Default: one period of the strategy.")
+    microbatches: int | None = option(None, "Microbatches of a pipeline. Default: as the strategy has them.")
     step: str = option("40ms", _STEP)
     stragglers: str = option("none", "Straggler model, as in `offbeat bench server`: `permanent(2)` …")
     collective: str | None = option(None, "Collective of your own schedule. Default: all_reduce.")

@@ -40,6 +40,15 @@ LEGEND: Final = (
     ("out", "port out: sends"),
     ("in", "port in: receives"),
 )
+STAGES: Final = (
+    ("forward", "forward"),
+    ("backward", "backward"),
+    ("weights", "gradients of weights"),
+    ("idle", "idles"),
+    ("out", "port out: sends"),
+    ("in", "port in: receives"),
+)
+"""The legend of a pipeline, in whose bars are the numbers of microbatches."""
 
 
 def picture(timeline: Timeline, subtitle: str) -> Drawing:
@@ -65,13 +74,14 @@ class _Painter:
         left = 34.0 + max(text_width(name, "name") for name in timeline.lanes)
         seconds = (timeline.end or 1.0) * 1.01
         self._plot = Plot(PixelScale(0.0, seconds, left, WIDTH - RIGHT), TOP, self._lane, count)
+        self._pipeline = any(each.activity is Activity.FORWARD for each in timeline.intervals)
         self._x, self._moments = self._plot.x, ticks(0.0, seconds, 8)
 
     def drawing(self, subtitle: str) -> Drawing:
         """The whole picture."""
         grid, names = self._plot.grid(self._moments), self._plot.names(self._timeline.lanes)
         inside = [*self._lanes(), *grid, *self._intervals(), *self._ports(), *self._arrows()]
-        around = [*names, *self._hosts(), *self._axis(), *_heading(self._timeline.title, subtitle)]
+        around = [*names, *self._hosts(), *self._axis(), *self._heading(subtitle)]
         height = self._plot.bottom + BOTTOM
         return Drawing(WIDTH, height, self._timeline.title, self._plot.area, inside, around)
 
@@ -94,10 +104,13 @@ class _Painter:
     def _intervals(self) -> Iterator[Drawn]:
         for each in sorted(self._timeline.intervals, key=lambda each: each.activity is not Activity.WAIT):
             title = f"{self._timeline.lanes[each.lane]}, {each.label}: {seconds_in_words(each.end - each.begin)}"
-            bar = self._bar(each.lane, 1, each.begin, each.end, each.activity.value, title)
+            look = f"later {each.activity.value}" if each.later else each.activity.value
+            if self._pipeline and each.activity is Activity.WAIT:
+                look = "idle"
+            bar = self._bar(each.lane, 1, each.begin, each.end, look, title)
             yield bar
-            if each.activity is Activity.COMPUTE:
-                yield from self._label(bar, each.label)
+            if each.activity.computes:
+                yield from self._label(bar, each.mark or each.label, margin=1 if each.mark else 4)
 
     def _ports(self) -> Iterator[Drawn]:
         for each in self._timeline.messages:
@@ -116,12 +129,12 @@ class _Painter:
         times = f"leaves at {seconds_in_words(each.leaves)}, {arrival}"
         return f"{lanes[each.source]} to {lanes[each.target]}: {each.label}{size}; {times}"
 
-    def _label(self, bar: Rect, words: str) -> Iterator[Drawn]:
-        if self._lane > 35 and text_width(words, "inside") < bar.width - 4 and bar.x > self._plot.left - 1:
+    def _label(self, bar: Rect, words: str, margin: float = 4) -> Iterator[Drawn]:
+        if self._lane > 35 and text_width(words, "inside") < bar.width - margin and bar.x > self._plot.left - 1:
             yield TextShape(bar.x + bar.width / 2, bar.y + bar.height / 2 + 3.5, words, "inside", "middle")
 
     def _arrows(self) -> Iterator[Drawn]:
-        crowded = len(self._timeline.messages) > CROWDED or self._lane < 35
+        crowded = len(self._timeline.messages) > CROWDED or self._lane < 35 or self._pipeline
         look = "thin arrow" if crowded else "arrow"
         for each in self._timeline.messages:
             (top, high), (low, deep) = self._strip(each.source, 0), self._strip(each.target, 2)
@@ -159,14 +172,21 @@ class _Painter:
             yield TextShape(self._x(moment), bottom + 16, seconds_in_words(moment), "words", anchor)
         yield TextShape(right, bottom + 34, "virtual time", "words", "end")
 
+    def _heading(self, subtitle: str) -> Iterator[Drawn]:
+        yield TextShape(14, 24, self._timeline.title, "title")
+        yield TextShape(14, 42, subtitle, "words")
+        x, looks = 14.0, {each.activity.value for each in self._timeline.intervals}
+        for look, words in STAGES if self._pipeline else LEGEND:
+            if look == Activity.WEIGHTS.value and look not in looks:
+                continue
+            yield Rect(x, 53, 20, 11, look)
+            yield TextShape(x + 26, 63, words, "words")
+            x += 48 + text_width(words, "words")
+        yield Polyline(((x, 58.5), (x + 26, 58.5)), "arrow", closed=False, head=True)
+        yield TextShape(x + 34, 63, self._about_arrows(), "words")
 
-def _heading(title: str, subtitle: str) -> Iterator[Drawn]:
-    yield TextShape(14, 24, title, "title")
-    yield TextShape(14, 42, subtitle, "words")
-    x = 14.0
-    for look, words in LEGEND:
-        yield Rect(x, 53, 20, 11, look)
-        yield TextShape(x + 26, 63, words, "words")
-        x += 48 + text_width(words, "words")
-    yield Polyline(((x, 58.5), (x + 26, 58.5)), "arrow", closed=False, head=True)
-    yield TextShape(x + 34, 63, "a message, from its first byte out to its last byte in", "words")
+    def _about_arrows(self) -> str:
+        if not self._pipeline:
+            return "a message, from its first byte out to its last byte in"
+        chunks = any(each.later for each in self._timeline.intervals)
+        return f"a message; numbers are microbatches{', a the first chunk, b the next' if chunks else ''}"

@@ -15,10 +15,13 @@ from offbeat.protocols.compression import RowFormat
 from offbeat.protocols.gossip.machine import STEPPED, Gossiper, MoveHalfway
 from offbeat.protocols.gossip.machine import CopyRow as ReadRow
 from offbeat.protocols.machine import NOTHING, Done, Effect, Event, Name, Payload, SetTimer, Timer
+from offbeat.protocols.pipelines.orders import check_numbers
+from offbeat.protocols.pipelines.plan import PartEdge, PartSeconds, PipelinePlan
 from offbeat.protocols.schedule import Layout, View
 from offbeat.simulate.machine_contract import MachineContract
 from offbeat.simulate.machines import LossyNetwork as Delays
 from offbeat.simulate.network import Network
+from offbeat.simulate.pipelines import pipeline_timeline
 from offbeat.simulate.predicted_step import step_schedule
 from offbeat.simulate.queues import Times
 from offbeat.simulate.servers.stragglers import Stragglers
@@ -32,12 +35,24 @@ from offbeat.simulate.timeline import (
     schedule_timeline,
     server_timeline,
 )
-from offbeat.strategies import Combined, Compressing, Exchanging, Gossip, Timing, aliases, available, combined, parse
+from offbeat.strategies import (
+    Combined,
+    Compressing,
+    Exchanging,
+    Gossip,
+    Pipeline,
+    Timing,
+    aliases,
+    available,
+    combined,
+    parse,
+)
 from offbeat.strategies.worker.step_cost import as_matrix
 from offbeat.user_protocols import OwnSchedule, find_own
 
 MOST_RANKS: Final = 1024
 """Of a table; a picture takes fewer."""
+MOST_MICROBATCHES: Final = 512
 SERVER_STEPS: Final = 3
 """Default number of steps with servers: enough to see which worker waits for which."""
 _BUNDLED: Final = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\(\s*(\w*)\s*\))?\s*")
@@ -51,7 +66,7 @@ class Scenario:
     """The host of each worker."""
     network: Network
     nbytes: int = 100_000_000
-    """Bytes of the model, or of a collective's buffer."""
+    """Bytes of the model, of a collective's buffer, or of what a microbatch brings from one stage to the next."""
     steps: int | None = None
     """Steps to draw; None: one turn of the strategy."""
     stragglers: Stragglers = field(default_factory=Stragglers)
@@ -59,6 +74,8 @@ class Scenario:
     seed: int = 0
     collective: str | None = None
     """The collective that a user-defined schedule implements."""
+    microbatches: int | None = None
+    """Of a pipeline; None: as many as the strategy has."""
 
     def __post_init__(self) -> None:
         """Refuse what would be unreadable."""
@@ -66,6 +83,8 @@ class Scenario:
         limits.whole("--size", self.nbytes, limits.BYTES)
         if self.steps is not None:
             limits.whole("--steps", self.steps, 1000)
+        if self.microbatches is not None:
+            limits.whole("--microbatches", self.microbatches, MOST_MICROBATCHES)
         limits.seed("--seed", self.seed)
 
     @property
@@ -78,19 +97,30 @@ class Scenario:
         return self.stragglers.draw(len(self.hosts), steps, self.seed) * work
 
 
-def timeline_of(text: str, setting: Scenario) -> Timeline:
-    """Simulate what a text names; refused, with the reason, if that is impossible."""
-    own = find_own(text, setting.collective)
-    if isinstance(own, OwnSchedule):
-        return _collective(own, text, setting)
-    if isinstance(own, MachineContract):
-        return _contract(own, text, setting)
-    bundled = _bundled(text)
-    if bundled is not None:
-        return _collective(bundled, text.strip(), setting)
-    strategy = combined(parse(text))
-    strategy.check(len(setting.hosts))
-    return _strategy(strategy, text.strip(), setting)
+Subject = OwnSchedule | MachineContract | Combined
+
+
+def subject_of(text: str, collective: str | None = None) -> Subject:
+    """What a text names; refused, with what it may be, if there is no such thing."""
+    own = find_own(text, collective)
+    if own is None:
+        own = _bundled(text)
+    return combined(parse(text)) if own is None else own
+
+
+def timeline_of(text: str, setting: Scenario, subject: Subject | None = None) -> Timeline:
+    """Simulate what a text names, or the `subject` if it is known; refused, with the reason, if that is impossible."""
+    if subject is None:
+        subject = subject_of(text, setting.collective)
+    if setting.microbatches is not None and not (isinstance(subject, Combined) and subject.split):
+        raise UsageError(f"--microbatches makes no sense with {text.strip()}: only pipelines have them.")
+    if isinstance(subject, OwnSchedule):
+        return _collective(subject, text.strip(), setting)
+    if isinstance(subject, MachineContract):
+        return _contract(subject, text, setting)
+    subject.check(len(setting.hosts))
+    draw = _pipeline if subject.split else _strategy
+    return draw(subject, text.strip(), setting)
 
 
 def _bundled(text: str) -> OwnSchedule | None:
@@ -153,6 +183,32 @@ def _strategy(strategy: Combined, text: str, setting: Scenario) -> Timeline:
     _, count = step_schedule(step, [[0.0] * len(setting.hosts)], setting.steps)
     schedule, _ = step_schedule(step, setting.seconds(count).tolist(), count)
     return schedule_timeline(schedule, setting.view, Layout(0, 1), setting.network, text, role="worker")
+
+
+def _pipeline(strategy: Combined, text: str, setting: Scenario) -> Timeline:
+    """One step of one replica. `--step` is what each stage computes in it."""
+    pipeline = strategy.split[0]
+    if len(strategy.split) > 1 or not isinstance(pipeline, Pipeline):
+        raise StrategyError(f"{text} cannot be drawn: of models that are split, only pipelines are played.")
+    if not strategy.implied or strategy.when is not None or strategy.compressions:
+        raise StrategyError(
+            f"{text} cannot be drawn as a whole: a pipeline is drawn for one replica. Draw {pipeline} by itself."
+        )
+    if len(setting.hosts) != pipeline.stages:
+        raise StrategyError(
+            f"{text} is drawn for one replica, which takes {pipeline.stages} workers, not {len(setting.hosts)}: omit "
+            f"--workers."
+        )
+    if setting.steps is not None:
+        raise StrategyError(f"--steps {setting.steps} makes no sense with {text}: one step of a pipeline is drawn.")
+    count = setting.microbatches or pipeline.microbatches_of(None)
+    check_numbers(pipeline.schedule, pipeline.stages, count, pipeline.chunks)
+    own = (setting.seconds(1)[0] / (3 * count * pipeline.chunks)).tolist()
+    parts = range(pipeline.stages * pipeline.chunks)
+    seconds = tuple(PartSeconds(own[part % pipeline.stages], 2 * own[part % pipeline.stages]) for part in parts)
+    edges = tuple(PartEdge(part, part + 1, setting.nbytes) for part in parts[:-1])
+    plan = PipelinePlan(pipeline.schedule, pipeline.stages, count, pipeline.chunks, edges, seconds)
+    return pipeline_timeline(plan, setting.network, text, setting.hosts)
 
 
 def _forms(strategy: Combined) -> list[RowFormat]:

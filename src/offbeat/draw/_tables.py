@@ -29,10 +29,9 @@ def port_rows(timeline: Timeline) -> list[PortRow]:
     for lane, name in enumerate(timeline.lanes):
         out = [each for each in timeline.messages if each.source == lane]
         into = [each for each in timeline.messages if each.target == lane and not math.isnan(each.arrives)]
-        computing, waiting = (
-            sum(each.end - each.begin for each in timeline.intervals if (each.lane, each.activity) == (lane, activity))
-            for activity in (Activity.COMPUTE, Activity.WAIT)
-        )
+        busy = [each for each in timeline.intervals if each.lane == lane]
+        computing = sum(each.end - each.begin for each in busy if each.activity.computes)
+        waiting = sum(each.end - each.begin for each in busy if each.activity is Activity.WAIT)
         sent, received = (sum(each.nbytes for each in part) for part in (out, into))
         sending = sum(each.left - each.leaves for each in out)
         receiving = sum(each.came - each.comes for each in into)
@@ -53,6 +52,10 @@ def round_rows(timeline: Timeline) -> tuple[Sequence[str], list[tuple[str, ...]]
             )
             for each in timeline.rounds
         ]
+        if any(each.what for each in timeline.rounds):  # Which also says what kind of round it is.
+            columns = ("round", "what", "who", "bytes", "begins", "ends")
+            whats = [each.what for each in timeline.rounds]
+            return columns, [(row[0], what, *row[2:]) for row, what in zip(rows, whats, strict=True)]
         return ("round", "op", "who", "bytes each", "begins", "ends"), rows
     lanes = timeline.lanes
     rows = [
@@ -103,4 +106,5 @@ def plain(timeline: Timeline) -> dict[str, Any]:
         "messages": [each._asdict() for each in timeline.messages],
         "intervals": [{**each._asdict(), "activity": each.activity.value} for each in timeline.intervals],
         "ports": [row._asdict() for row in port_rows(timeline)],
+        "notes": list(timeline.notes),
     }

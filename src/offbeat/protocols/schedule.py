@@ -20,6 +20,9 @@ multiplies a range by it. So mixing with neighbours is a schedule, too.
 Several entries may reduce into one range of a target: they do so in their order. `REDUCE` has the buffer on the left
 and the message on the right, except where two ranks exchange the same range in one round: there the lower rank's is on
 the left, so that both get the same bits.
+
+In a pipeline, whose values are not summed, what a `SEND` brings is used by the `COMPUTE` rounds that name it in
+`after`; `what` then says what is computed or brought (`protocols.pipelines`).
 """
 
 from __future__ import annotations
@@ -124,6 +127,7 @@ class Round:
     stream: Stream = Stream.COMMUNICATE
     seconds: float = 0.0  # How long a COMPUTE takes; other rounds take what their bytes cost.
     weight: FloatArray | None = None  # By what each entry of a REDUCE or SCALE multiplies; None: by 1.
+    what: object = None  # Of a pipeline: what a COMPUTE computes (`Action`), or a SEND brings (`Crossing`).
 
     @property
     def lengths(self) -> IntArray:

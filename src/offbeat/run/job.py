@@ -20,7 +20,8 @@ from offbeat.runtime.run.result import Result
 from offbeat.runtime.run.settings import Goal, Target
 from offbeat.runtime.run.untrusted_files import is_file, is_folder, is_there
 from offbeat.runtime.state.checkpoint import newest, newest_step
-from offbeat.strategies import combined, parse
+from offbeat.strategies import Combined, combined, parse
+from offbeat.strategies.layouts import relaid
 from offbeat.task import AnyTask, IterativeTask, Task, TaskReference, reference_to
 
 
@@ -130,6 +131,8 @@ def resolve(job: Job) -> Job:
     if isinstance(job.what, TaskReference):
         task = job.what.build()
         changes |= _from_task(task, goal)
+        if strategy.split:
+            _refuse_unsplittable(task, strategy)
         if isinstance(task, IterativeTask) and goal.replace:
             raise StrategyError(
                 f"--replace {goal.replace}: a worker of {type(task).__name__} keeps its part of the data and its "
@@ -141,6 +144,21 @@ def resolve(job: Job) -> Job:
                 f"every step already sums over all data. Use {strategy.exchange} alone."
             )
     return dataclasses.replace(job, goal=dataclasses.replace(goal, **changes))
+
+
+def _refuse_unsplittable(task: AnyTask, strategy: Combined) -> None:
+    """Refuse tasks that call the whole model."""
+    spread, name = " + ".join(map(str, strategy.split)), type(task).__name__
+    if isinstance(task, IterativeTask):
+        raise StrategyError(
+            f"{spread} cannot be used with {name}: it sums statistics of its parameters and has no model to split. "
+            f"Omit it."
+        )
+    if type(task).loss is not Task.loss:
+        raise StrategyError(
+            f"{spread} cannot be used with {name}, which overrides loss(model, batch): no worker has a whole model to "
+            f"call. Give {name} a criterion(output, target) in place of loss."
+        )
 
 
 def agreed_workers(hosts: Hosts | None, requested: int | None, default: int) -> int:
@@ -178,12 +196,14 @@ def _as_before(job: Job) -> Job:
     if "strategy" in requested:
         requested["strategy"] = str(combined(parse(requested["strategy"])))
     was = dict(before["goal"])
+    # A checkpoint does not depend on how its model was spread over workers.
+    moves = bool(was.get("strategy")) and relaid(was["strategy"], requested.get("strategy", was["strategy"]))
     for name in ("strategy", "seed", "parts"):
-        if name in requested and requested[name] != was.get(name):
+        if name in requested and requested[name] != was.get(name) and not (moves and name == "strategy"):
             raise CheckpointError(
                 f"{folder.path} was run with {name} {was.get(name)}, not {requested[name]}: it cannot be changed now."
             )
-    if job.workers != before["workers"]:
+    if job.workers != before["workers"] and not moves:
         raise CheckpointError(
             f"{folder.path} was run with {before['workers']} workers, not {job.workers}. Resume with as many."
         )

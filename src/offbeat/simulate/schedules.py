@@ -36,6 +36,14 @@ class Activity(StrEnum):
     COMPUTE = "compute"
     REDUCE = "reduce"
     WAIT = "wait"
+    FORWARD = "forward"  # Of a pipeline, whose computing has kinds.
+    BACKWARD = "backward"
+    WEIGHTS = "weights"  # Gradients of weights, where they are computed apart.
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is computing."""
+        return self not in (Activity.REDUCE, Activity.WAIT)
 
 
 class Interval(NamedTuple):
@@ -46,6 +54,8 @@ class Interval(NamedTuple):
     end: float
     activity: Activity
     label: str
+    mark: str = ""  # What pictures write into it; empty: the label.
+    later: bool = False  # Whether it is of a later chunk, which pictures show lighter.
 
 
 class Message(NamedTuple):
@@ -132,6 +142,8 @@ def _waited(one: Round, begun: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def label_of(number: int, one: Round) -> str:
     """What a round is called in pictures and tables."""
+    if one.what is not None:
+        return str(one.what)
     return "computes" if one.op is Op.COMPUTE else f"round {number} ({one.op})"
 
 

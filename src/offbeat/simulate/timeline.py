@@ -36,6 +36,7 @@ class RoundSummary(NamedTuple):
     largest: int
     begin: float  # When the first rank was ready for it.
     end: float  # When the last rank had done it.
+    what: str = ""  # Of a pipeline: what is computed or brought.
 
 
 class Timeline(Struct, frozen=True):
@@ -47,6 +48,7 @@ class Timeline(Struct, frozen=True):
     intervals: tuple[Interval, ...]
     messages: tuple[Message, ...]
     rounds: tuple[RoundSummary, ...] = ()  # Of a schedule; empty where there is none.
+    notes: tuple[str, ...] = ()  # What there is to say about the whole.
 
     @property
     def end(self) -> float:
@@ -68,11 +70,12 @@ def schedule_timeline(
     ]
     lanes = tuple(f"{role} {rank}" for rank in range(view.size))
     hosts = tuple(view.hosts.tolist())
-    return Timeline(title, lanes, hosts, (*waits, *played.work), played.transfers, _summaries(played, layout))
+    return Timeline(title, lanes, hosts, (*waits, *played.work), played.transfers, summaries(played, layout))
 
 
-def _summaries(played: Trace, layout: Layout) -> tuple[RoundSummary, ...]:
-    summaries: list[RoundSummary] = []
+def summaries(played: Trace, layout: Layout) -> tuple[RoundSummary, ...]:
+    """Each round that has entries, over all ranks."""
+    rows: list[RoundSummary] = []
     for number, each in enumerate(played.rounds):
         if not len(each.source):
             continue
@@ -81,8 +84,8 @@ def _summaries(played: Trace, layout: Layout) -> tuple[RoundSummary, ...]:
         begins = [begin for begin in played.begin[number].tolist() if not math.isnan(begin)]
         ends = [end for end in played.end[number].tolist() if not math.isnan(end)]
         extent = min(begins, default=0.0), max(ends, default=0.0)
-        summaries.append(RoundSummary(number, each.op, pairs, int(sizes.min()), int(sizes.max()), *extent))
-    return tuple(summaries)
+        rows.append(RoundSummary(number, each.op, pairs, int(sizes.min()), int(sizes.max()), *extent))
+    return tuple(rows)
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 import operator
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,14 +16,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, cast
 from urllib.parse import quote
 
 from offbeat.errors import StrategyError
 from offbeat.strategies.language.fields import BUCKET, Setting, TextValue, fields_of, require, spell_call
 from offbeat.task import FILE_MODULE
 
-__all__ = ["BUCKET", "Axis", "Combined", "Setting", "Strategy", "Traits", "combined", "require"]
+__all__ = ["BUCKET", "Axis", "Combined", "Setting", "Splitting", "Strategy", "Traits", "combined", "require"]
 
 
 class Axis(StrEnum):
@@ -34,6 +35,8 @@ class Axis(StrEnum):
     """In which steps they move; every step by default."""
     COMPRESSION = "compression"
     """How they are encoded."""
+    SPLIT = "split"
+    """How one replica of the model is spread over workers; by default each worker has a whole one."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +121,23 @@ class Strategy(TextValue):
         return None
 
 
+@dataclass(frozen=True)
+class Splitting(Strategy):
+    """A strategy on the split axis: it spreads each replica of the model over several workers."""
+
+    axis: ClassVar[Axis] = Axis.SPLIT
+    level: ClassVar[int] = 0
+    """Order among splits: workers of the highest level are neighbours in rank, those of the lowest furthest apart."""
+
+    @property
+    def spread(self) -> int:
+        """Number of workers over which it spreads what it splits."""
+        raise StrategyError(f"{type(self).__name__} does not say over how many workers it splits. Give it `spread`.")
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Combined(Strategy):
-    """A sum in normal form: one exchange, at most one when, any number of compressors in order."""
+    """A sum in normal form: one exchange, at most one when, compressors in order, splits from the outermost inwards."""
 
     exchange: Strategy
     """Between whom, and by which protocol."""
@@ -128,6 +145,8 @@ class Combined(Strategy):
     """In which steps; None is every step."""
     compressions: tuple[Strategy, ...] = ()
     """Compressors, in the order in which they are applied."""
+    split: tuple[Splitting, ...] = ()
+    """How each replica is spread over workers, the outermost first; empty if every worker has a whole one."""
     implied: bool = False
     """Whether the exchange is the default: a later `+` may still name another. Not part of equality."""
 
@@ -136,7 +155,7 @@ class Combined(Strategy):
     def __post_init__(self) -> None:
         """Refuse parts on the wrong axis, and parts that refuse each other."""
         when = [] if self.when is None else [Axis.WHEN]
-        axes = [Axis.EXCHANGE, *when, *[Axis.COMPRESSION] * len(self.compressions)]
+        axes = [Axis.EXCHANGE, *when, *[Axis.COMPRESSION] * len(self.compressions), *[Axis.SPLIT] * len(self.split)]
         for part, axis in zip(self.parts(), axes, strict=True):
             if isinstance(part, Combined) or part.axis is not axis:
                 raise StrategyError(
@@ -159,14 +178,33 @@ class Combined(Strategy):
         return functools.reduce(operator.and_, (part.traits for part in self.parts()))
 
     def parts(self) -> tuple[Strategy, ...]:
-        """Exchange, when, compressors; an implied exchange too."""
+        """Exchange, when, compressors, splits; an implied exchange too."""
         when = () if self.when is None else (self.when,)
-        return (self.exchange, *when, *self.compressions)
+        return (self.exchange, *when, *self.compressions, *self.split)
+
+    @property
+    def replica_size(self) -> int:
+        """Number of workers that hold one replica of the model together."""
+        return math.prod(part.spread for part in self.split)
+
+    def replicas(self, workers: int) -> int:
+        """Number of replicas of the model on this many workers; refused if they do not divide."""
+        size = self.replica_size
+        if workers < size or workers % size:
+            spread = " + ".join(str(part) for part in self.split)
+            below = workers // size * size
+            numbers = f"{below} or {below + size}" if below else f"{size} or {2 * size}"
+            raise StrategyError(
+                f"{spread} spreads each replica of the model over {size} workers, and {workers} are not a multiple of "
+                f"{size}. Ask for {numbers} workers."
+            )
+        return workers // size
 
     def check(self, workers: int) -> None:
-        """Refuse numbers of workers that one of its parts cannot run with."""
+        """Refuse numbers of workers that one of its parts cannot run with; the others see replicas as workers."""
+        replicas = self.replicas(workers) if self.split and workers >= 1 else workers
         for part in self.parts():
-            part.check(workers)
+            part.check(replicas)
 
     def check_hosts(self, hosts: int) -> None:
         """Refuse numbers of hosts that one of its parts cannot run on."""
@@ -208,11 +246,17 @@ def add(strategies: Iterable[Strategy]) -> Combined:
         if len(by_axis[axis]) > 1:
             named = " and ".join(str(part) for part in by_axis[axis][:2])
             raise StrategyError(f"{named} cannot be added: each decides the {axis}, and {why}. Keep one of them.")
-    exchange = by_axis[Axis.EXCHANGE]
+    exchange, split = by_axis[Axis.EXCHANGE], cast("list[Splitting]", by_axis[Axis.SPLIT])
+    for left, right in itertools.combinations(split, 2):
+        if left.level == right.level:
+            raise StrategyError(
+                f"{left} and {right} cannot be added: a model is split once in each way. Keep one of them."
+            )
     return Combined(
         exchange[0] if exchange else _default_exchange(),
         by_axis[Axis.WHEN][0] if by_axis[Axis.WHEN] else None,
         tuple(by_axis[Axis.COMPRESSION]),
+        tuple(sorted(split, key=lambda part: part.level)),
         implied=not exchange,
     )
 
@@ -223,7 +267,7 @@ def verify(cls: type[Strategy]) -> None:
     if not isinstance(getattr(cls, "axis", None), Axis):
         raise StrategyError(
             f"{cls.__module__}.{cls.__qualname__} does not say what it decides. Give it `axis = Axis.EXCHANGE`, "
-            f"`Axis.WHEN` or `Axis.COMPRESSION`."
+            f"`Axis.WHEN`, `Axis.COMPRESSION` or `Axis.SPLIT`."
         )
 
 

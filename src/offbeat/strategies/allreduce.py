@@ -166,6 +166,7 @@ class AllReduceWorker(Exchange):
         self._choices: list[Sums] = []
         self._known: set[int] = set()
         self._held = False
+        self._weights: tuple[int, int | None] | None = None
         self._sums: list[GradientBuckets | GradientSums] = []
         self._has_sparse = False
         self._means: dict[str, tuple[Feedback, CompressionAccount]] = {}
@@ -184,6 +185,8 @@ class AllReduceWorker(Exchange):
         lane = self._lane = self.group.direct.lane()
         sums = self._summed([p for p in new if id(p) not in sparse], lane)
         sums.suspended = self._held
+        if self._weights is not None:  # A model in stages is known only in its first step.
+            sums.weigh(*self._weights)
         self._sums.append(sums)
         if sparse:
             self._has_sparse = True
@@ -282,6 +285,7 @@ class AllReduceWorker(Exchange):
 
     def weigh(self, examples: int, total: int | None) -> None:
         """Weigh gradients by their examples."""
+        self._weights = examples, total
         for sums in self._sums:
             sums.weigh(examples, total)
 

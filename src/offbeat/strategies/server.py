@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from offbeat import limits
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.servers.consistency import Rule
-from offbeat.protocols.servers.worker.rhythm import Action, EveryStep, RhythmOf, rhythm_of
+from offbeat.protocols.servers.worker.rhythm import EveryStep, RhythmAction, RhythmOf, rhythm_of
 from offbeat.runtime.compression.coder import finite
 from offbeat.runtime.gradients.optimizers import scale_rates
 from offbeat.runtime.groups.group import Group
@@ -287,7 +287,7 @@ class ServerTotals:
         self._row.parameters[0].grad = flat - self._last
         slot = queue.gradient()
         link.record.unused.clear()
-        self.driver.perform((Action.PUSH_AND_PULL, Action.AWAIT, Action.SETTLE), lambda: slot)
+        self.driver.perform((RhythmAction.PUSH_AND_PULL, RhythmAction.AWAIT, RhythmAction.SETTLE), lambda: slot)
         # What a shard has discarded is part of the next difference; otherwise it would be lost.
         for shard in set(range(link.shards)) - link.record.unused:
             self._row.shard(self._last, shard).copy_(self._row.shard(flat, shard))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
 
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.data.loaders import Share
@@ -22,9 +24,11 @@ from offbeat.runtime.state import random_state
 from offbeat.runtime.state.checkpoint_manager import Holdings, Memory
 from offbeat.strategies import Combined, combined, parse
 from offbeat.strategies.compressors import Compressing
+from offbeat.strategies.layouts import relaid
 from offbeat.strategies.worker.capabilities import Accounted, Metered, Observed, Starter, refuse_halves
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing, pace_of
 from offbeat.strategies.worker.loop_hooks import LoopHooks
+from offbeat.team.split import SplitWork, mesh_of
 
 
 @dataclass
@@ -49,6 +53,8 @@ class Workplace:
     """Measures gradient noise, if requested."""
     seed: int
     """Seed of the order of the data; the same on all workers."""
+    split: SplitWork | None = None
+    """This worker's part of a replica, where replicas are spread over several workers."""
     shares: list[Share] = field(default_factory=list[Share])
     """This worker's shares of loaders, where they depend on which workers are alive."""
     notes: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -64,6 +70,11 @@ class Workplace:
     def goal(self) -> Goal:
         """The run's settings."""
         return self.assignment.goal
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Which replica of the model this worker has, or has a part of, and how many there are."""
+        return (self.group.rank, self.group.size) if self.split is None else self.split.replica
 
     @property
     def step(self) -> int:
@@ -88,6 +99,28 @@ class Workplace:
         """A step begins: inject the faults due before it. Repeated calls in a step do nothing."""
         self.disturber.step(self.step)
 
+    def pipeline(
+        self,
+        model: nn.Module,
+        criterion: Callable[[Any, Any], Tensor],
+        layers: Sequence[nn.Module] | None = None,
+    ) -> Callable[[Any, Any], Tensor]:
+        """A function `loss = step(inputs, target)`, in place of forward and backward, for a model that may be split.
+
+        `criterion(output, target)` is a mean over the examples of a batch. Under a strategy with `pipeline` the model
+        is cut into stages in the first call; under any other, the function calls the model and backward. `layers` are
+        modules of the model between which it may be cut, if they are not to be found (see `Task.stages`).
+        """
+        if self.split is not None:
+            return self.split.step_of(model, criterion, layers)
+
+        def step(inputs: Any, target: Any) -> Tensor:
+            loss = criterion(model(inputs), target)
+            loss.backward()
+            return loss.detach()
+
+        return step
+
     def redivide(self) -> None:
         """Divide dead workers' shares over the live ones."""
         for share in self.shares:
@@ -107,18 +140,22 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     if goal.seed is not None:
         random_state.seed_everything(goal.seed)
     group = group_for(place, timedelta(seconds=goal.timeout), device, assignment.servers, assignment.joins)
-    stopwatch, ledger = Stopwatch(), Ledger(Target.parse(goal.target) if goal.target else None)
+    stopwatch, ledger = (
+        Stopwatch(bubbles=bool(strategy.split)),
+        Ledger(Target.parse(goal.target) if goal.target else None),
+    )
     if group.presence is not None:
         group.presence.step = lambda: ledger.steps
         group.presence.give_up = assignment.fail or group.presence.give_up
-    exchange = cast("Exchanging", strategy.exchange).connect(group, stopwatch)
+    mesh = mesh_of(strategy, group, goal) if strategy.split else None
+    exchange = cast("Exchanging", strategy.exchange).connect(mesh.replicas if mesh else group, stopwatch)
     refuse_halves(strategy.exchange, exchange)
     exchange.compressions = cast("tuple[Compressing, ...]", strategy.compressions)
     pace, batches = pace_of(cast("Timing | None", strategy.when), exchange)
     chosen = torch.tensor([goal.seed if goal.seed is not None else torch.initial_seed() % 2**62])
     seed = int(group.share(chosen, "the sharing of the seed"))
     holdings = Holdings()
-    watch = LoopHooks(group, holdings, exchange, pace, ledger, str(strategy))
+    watch = LoopHooks(group, holdings, exchange, pace, ledger, str(strategy), whole=mesh is None)
     reports = Reports(group, ledger, stopwatch, assignment.send)
     reports.evidence, reports.compare = watch.evidence, watch.compare
     reports.figures = exchange.figures if isinstance(exchange, Observed) else reports.figures
@@ -130,14 +167,15 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     kept |= {"stopwatch": stopwatch, "group": group, "reports": reports, "random": random_state.Generators()}
     identity = dict(assignment.identity) | {"strategy": str(strategy), "workers": place.size}
     replicated = exchange.replicated and pace.replicated
-    memory = Memory(assignment.folder, group, identity, holdings, replicated)
+    memory = Memory(assignment.folder, group, identity, holdings, replicated, relaid)
     memory.keep(**cast("dict[str, Any]", kept))
     if assignment.resume and not assignment.joins:
         seed = memory.recall()["seed"]
     exchange.seed = seed
     disturber = Disturber(goal.disturbances, "worker", place.rank, seed, assignment.send, assignment.disturbed)
     gauge = None if goal.gauge is None else Gauge(group)
+    split = None if mesh is None else SplitWork(strategy, mesh, group, exchange, stopwatch, holdings)
     return Workplace(
         *(assignment, group, device, strategy, exchange, pace, batches, stopwatch, ledger, holdings, watch, reports),
-        *(memory, disturber, gauge, seed),
+        *(memory, disturber, gauge, seed, split),
     )

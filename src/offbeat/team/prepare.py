@@ -170,7 +170,10 @@ class Adoption:
             place.pace.adopt(model)
         if place.gauge is not None:
             place.gauge.watch(model)
-        adopt(place.exchange, model)
+        if place.split is None:
+            adopt(place.exchange, model)
+        else:
+            place.split.adopt(model)
 
     def _optimizer(self, optimizer: Optimizer) -> None:
         place, rate = self._place, ScaledRate(self._place.goal.rate_factor)
@@ -204,9 +207,15 @@ class Adoption:
         """The shares of this worker of a training loader's batches."""
         place = self._place
         exchange, number = place.exchange, len(place.holdings.loaders)
+        if place.split is not None and not split:
+            raise StrategyError(
+                f"{place.strategy} spreads each replica over several workers, which must all read the same batches, so "
+                f"it must divide the loader itself. Omit split=False, or use allreduce."
+            )
         if not isinstance(exchange, Sliced):
-            share = self._share(place.group.rank, place.group.size, number)
-            place.shares.append(share)
+            share = self._share(*place.replica, number)
+            if place.split is None:  # With stages, a run ends with the first death: nobody's share is divided.
+                place.shares.append(share)
             return [share]
         if not split:
             raise StrategyError(
@@ -219,7 +228,9 @@ class Adoption:
     def _share(self, slice_: int, slices: int, number: int) -> Share:
         place = self._place
         afresh = place.gauge is not None  # Noise would look smaller if batches excluded recently seen examples.
-        return Share(slice_, slices, place.seed, number, merge=place.goal.merge, afresh=afresh)
+        return Share(
+            slice_, slices, place.seed, number, merge=place.goal.merge, afresh=afresh, shared=place.split is not None
+        )
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from offbeat.runtime.groups.group import StaticMembership
 from offbeat.runtime.run.rank_environment import Place, where
 from offbeat.runtime.run.report import reporter
 from offbeat.runtime.run.settings import ASSIGNED, Assignment, Goal
+from offbeat.simulate.predicted_step import Step
 from offbeat.strategies import Strategy
 from offbeat.strategies.servers.vector import Vector
 from offbeat.strategies.worker.capabilities import Explaining, HasNotes, Ranged, Stale
@@ -92,6 +93,8 @@ class Team:
         """The workers, and this one's side of the strategy."""
         self.ledger, self.stopwatch, self.reports, self.gauge = work.ledger, work.stopwatch, work.reports, work.gauge
         """The run's progress, times, reports and gradient noise."""
+        self.pipeline = work.pipeline
+        """`team.pipeline(model, criterion)`: a function for steps of a model that may be split; see docs/split.md."""
         self.notes = work.notes
         """Further entries for the result."""
         self.folder = assignment.folder
@@ -159,7 +162,8 @@ class Team:
         """Inside, every worker holds the same model, the mean of the replicas: evaluate there."""
         work = self._place
         average = work.pace.averaged(list(models) or work.holdings.models)
-        with work.stopwatch.spent_on("evaluate"), work.watch.at_averaging(average):
+        whole = nullcontext() if work.split is None else work.split.whole()
+        with work.stopwatch.spent_on("evaluate"), work.watch.at_averaging(average), whole:
             work.redivide()
             yield
 
@@ -267,8 +271,9 @@ class Team:
             if isinstance(membership := work.group.membership, StaticMembership):
                 membership.depart(failed=not done)
             publishes = self._boundaries.publishes
+            splits = () if work.split is None else (work.split,)
             gauges = () if work.gauge is None else (work.gauge,)
-            for part in (self._adoption, *gauges, work.watch, work.pace, work.exchange, work.memory):
+            for part in (self._adoption, *splits, *gauges, work.watch, work.pace, work.exchange, work.memory):
                 part.close()
             if publishes:
                 work.memory.publish_complete(at_end=True)
@@ -286,9 +291,17 @@ def _conclude(work: Workplace) -> None:
         "seed": work.seed,
         "epochs": work.holdings.epoch,
         "staleness": exchange.staleness(work.step) if isinstance(exchange, Stale) else {"0": work.step},
-        "foreseen": None if size == 1 else msgspec.to_builtins(work.pace.predicted()),
+        "foreseen": None if size == 1 else msgspec.to_builtins(_predicted(work)),
         **(exchange.notes() if isinstance(exchange, HasNotes) else {}),
+        **({} if work.split is None else work.split.notes()),
         **({"warnings": work.watch.warnings} if work.watch.warnings else {}),
         **work.notes,
     }
     work.reports.conclude(entries)
+
+
+def _predicted(work: Workplace) -> Step | str:
+    """What a step exchanges, or why its time cannot be predicted."""
+    if work.split is not None:
+        return "a step of a pipeline is more than its exchanges: offbeat draw shows it"
+    return work.pace.predicted()

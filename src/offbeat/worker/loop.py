@@ -102,7 +102,7 @@ def train(task: Task, team: Team) -> None:
     """Minimize a task's loss until its target or the budget is reached."""
     data = _data_of(task)
     _check_batch(task.global_batch)
-    _check_enough(data, task.global_batch, team.size)
+    _check_enough(data, task.global_batch, team.strategy.replicas(team.size))
     model = task.model()
     optimizer = task.optimizer(model.parameters())
     schedule = task.schedule(optimizer)
@@ -110,15 +110,18 @@ def train(task: Task, team: Team) -> None:
     model, optimizer, batches = team.prepare(model, optimizer, batches)
     if schedule is not None:
         team.prepare(schedule)
+    step = team.pipeline(model, task.criterion, task.stages(model)) if team.strategy.split else None
     validate = _scorer(task, model, team, data.validation)
     judged = -1
     check_noise = checks(task, model, team) if team.goal.gauge else None
     for _ in team.epochs(team.goal.epochs):
         for batch in batches:
             optimizer.zero_grad()
-            loss = task.loss(model, on_device(batch, team.device))
+            batch = on_device(batch, team.device)
+            loss = task.loss(model, batch) if step is None else step(*batch)
             team.reports.last_loss = _finite(loss, team)
-            loss.backward()
+            if step is None:
+                loss.backward()
             optimizer.step()
             if schedule is not None and team.pace.updating:
                 schedule.step()

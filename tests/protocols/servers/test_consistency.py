@@ -19,10 +19,10 @@ from offbeat.protocols.servers.pacing import Clocks, Pacing, Parked
 from offbeat.protocols.servers.replica.server import ServerMachine
 from offbeat.protocols.servers.replica.works import Inspect
 from offbeat.protocols.servers.worker.rhythm import (
-    Action,
     EveryStep,
     Lazily,
     PushAndFetch,
+    RhythmAction,
     RhythmOf,
     Spring,
     StepActions,
@@ -354,7 +354,7 @@ class Served:
         self.rhythms = [case[1](worker) for worker in range(self.workers)]
         self.starts: Starts = []
         self.events: list[tuple[float, int, int]] = []
-        self.todo: list[list[Action]] = [[] for _ in self.rhythms]
+        self.todo: list[list[RhythmAction]] = [[] for _ in self.rhythms]
         self.computed, self.clocks, self.asks, self.pushes, self.written = ([0] * self.workers for _ in range(5))
         self.asked, self.here, self.blocked = ([False] * self.workers for _ in range(3))
         self.fresh: dict[int, Fresh] = {}
@@ -384,21 +384,21 @@ class Served:
         todo = self.todo[worker]
         while todo:
             action = todo.pop(0)
-            if action in (Action.PUSH, Action.PUSH_AND_PULL):
-                self.push(worker, action is Action.PUSH_AND_PULL, now)
-            elif action is Action.PULL:
+            if action in (RhythmAction.PUSH, RhythmAction.PUSH_AND_PULL):
+                self.push(worker, action is RhythmAction.PUSH_AND_PULL, now)
+            elif action is RhythmAction.PULL:
                 self.pull(worker, now)
-            elif action is Action.TAKE_FRESH:
+            elif action is RhythmAction.TAKE_FRESH:
                 fresh = self.fresh.get(worker)
                 needed = self.rule.needed(self.clocks[worker])
                 if fresh is None or fresh.version < self.written[worker] or fresh.clock < needed:
-                    todo[:0] = [Action.PULL, Action.AWAIT]
-            elif action is Action.AWAIT and self.asked[worker] and not self.here[worker]:
+                    todo[:0] = [RhythmAction.PULL, RhythmAction.AWAIT]
+            elif action is RhythmAction.AWAIT and self.asked[worker] and not self.here[worker]:
                 self.blocked[worker] = True
                 return
-            elif action is Action.AWAIT:
+            elif action is RhythmAction.AWAIT:
                 self.asked[worker] = self.here[worker] = False
-            elif action is Action.MEET:
+            elif action is RhythmAction.MEET:
                 self.met.append(worker)
                 if len(self.met) == self.workers:
                     together, self.met = self.met, []
@@ -474,8 +474,8 @@ def test_the_simulator_and_the_server_machine_start_the_same_workers_at_the_same
         ("ssp(1)", Pacing, "admits", lambda self, needed, item, real=Pacing.admits: real(self, needed + 1, item)),
         ("drop_slowest(1)", Pacing, "released", lambda self, real=Pacing.released: real(self)[1:]),
         ("drop_slowest(1)", Pacing, "is_complete", lambda self: self.clocks.minimum > self.completed),
-        ("ssp(1)", Lazily, "computed", lambda *_: StepActions((Action.PUSH, Action.REUSE), own_step=True)),
-        ("bsp", EveryStep, "computed", lambda *_: StepActions((Action.PUSH,))),
+        ("ssp(1)", Lazily, "computed", lambda *_: StepActions((RhythmAction.PUSH, RhythmAction.REUSE), own_step=True)),
+        ("bsp", EveryStep, "computed", lambda *_: StepActions((RhythmAction.PUSH,))),
         ("elastic(2)", Spring, "computed", lambda *_: StepActions(own_step=True)),
     ],
 )

@@ -10,13 +10,16 @@ from rich.table import Table
 from offbeat import limits
 from offbeat.cli.options import DrawOptions, TableFormat
 from offbeat.cli.output import figures, print_json
-from offbeat.draw import Scenario, picture, plain, port_rows, round_rows, timeline_of
+from offbeat.draw import Scenario, picture, plain, port_rows, round_rows, subject_of, timeline_of
 from offbeat.monitor.diagram.svg import check_name, write
 from offbeat.simulate.network import Network
 from offbeat.simulate.servers.stragglers import Stragglers
 from offbeat.simulate.timeline import Timeline
 from offbeat.simulate.units import parse_duration, parse_size, seconds_in_words, size_in_words
+from offbeat.strategies import Combined
 
+WORKERS, SIZE, ACTIVATIONS = 4, "100MB", "100KB"
+"""Defaults: workers, bytes of a model, and bytes that a microbatch brings from one stage of a pipeline to the next."""
 SHOWN = 60
 """Rows that are printed; JSON has all."""
 
@@ -25,28 +28,35 @@ def draw(options: DrawOptions) -> None:
     """Print who sends what to whom and when, and draw it if there is a file for it."""
     if options.picture is not None:
         check_name(options.picture)
-    limits.whole("--workers", options.workers, limits.SIMULATED_RANKS)
+    subject = subject_of(options.strategy, options.collective)
+    replica = subject.replica_size if isinstance(subject, Combined) and subject.split else None
+    workers = options.workers if options.workers is not None else replica or WORKERS
+    size = options.size or (SIZE if replica is None else ACTIVATIONS)
+    limits.whole("--workers", workers, limits.SIMULATED_RANKS)
     limits.whole("--per-host", options.per_host, limits.SIMULATED_RANKS)
     scenario = Scenario(
-        tuple(worker // options.per_host for worker in range(options.workers)),
+        tuple(worker // options.per_host for worker in range(workers)),
         Network.parse(options.network, options.inside),
-        parse_size(options.size),
+        parse_size(size),
         options.steps,
         Stragglers.parse(options.stragglers, parse_duration(options.step)),
         options.seed,
         options.collective,
+        options.microbatches,
     )
-    timeline = timeline_of(options.strategy, scenario)
-    where = f"{len(scenario.hosts)} workers, {options.size}, {options.network}"
+    timeline = timeline_of(options.strategy, scenario, subject)
+    where = f"{len(scenario.hosts)} workers, {size}, {options.network}"
     subtitle = f"{where}: {seconds_in_words(timeline.end)} of virtual time"
     if options.picture is not None:
-        write(picture(timeline, subtitle), options.picture)
+        write(picture(timeline, ". ".join((subtitle, *timeline.notes))), options.picture)
     if options.output is TableFormat.json:
         print_json({"picture": None if options.picture is None else str(options.picture), **plain(timeline)})
         return
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False)
     console.print(f"{timeline.title}: {subtitle}", style="bold")
     _print_tables(console, timeline)
+    for note in timeline.notes:
+        console.print(note)
     if options.picture is not None:
         console.print(f"Drawn: {options.picture}")
 

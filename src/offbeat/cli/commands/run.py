@@ -85,9 +85,10 @@ def _job(options: RunOptions, goal: Goal) -> Job:
 def _default_workers(strategy: str | None, resume: Path | None) -> int:
     if resume is not None:
         return earlier(resume)["workers"]
-    if strategy is None or combined(parse(strategy)).exchange.name == "single":
-        return 1
-    return len(os.sched_getaffinity(0))
+    parsed = None if strategy is None else combined(parse(strategy))
+    if parsed is None or parsed.exchange.name == "single":
+        return 1 if parsed is None else parsed.replica_size
+    return max(1, len(os.sched_getaffinity(0)) // parsed.replica_size) * parsed.replica_size
 
 
 def _print(result: Result, job: Job, options: RunOptions) -> None:

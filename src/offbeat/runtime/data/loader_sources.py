@@ -50,6 +50,12 @@ class Share:
     members: tuple[int, ...] = ()  # The live workers, which share the parts of the dead; empty: all are alive.
     merge: int = 1  # Batches of the loader in one global batch.
     afresh: bool = False  # Whether every batch is drawn from all examples, instead of in passes over them.
+    shared: bool = False  # Whether other workers read the same share: those with the other stages of a model.
+
+    @property
+    def alone(self) -> bool:
+        """Whether this worker is the only one that reads the data."""
+        return self.size == 1 and not self.shared
 
     @property
     def position(self) -> tuple[int, int]:
@@ -96,7 +102,7 @@ class Indexed(BatchSource):
 
     def __init__(self, loader: DataLoader[Any], place: Share, parts: Parts) -> None:
         self._loader, self._place = loader, place
-        self.native = place.size == 1
+        self.native = place.alone
         self._parts = self._skewed(loader, parts)
         self._global_batch = (loader.batch_size or 0) * place.merge
         plain = loader.batch_size is not None and type(loader.sampler) in (RandomSampler, SequentialSampler)
@@ -261,7 +267,7 @@ class SlicedBatches(BatchSource):
 
     def __init__(self, loader: Iterable[Any], place: Share | None) -> None:
         self._loader, self._place = loader, place
-        self.native = place is None or place.size == 1
+        self.native = place is None or place.alone
         self._usual = getattr(loader, "batch_size", None) or 1
 
     def batches(self, epoch: Epoch) -> Iterator[Batch]:
@@ -273,8 +279,8 @@ class SlicedBatches(BatchSource):
                 count = examples_in(batch) or self._usual
                 yield Batch(batch, count, count)
             else:
-                content, examples, _ = cut(batch, *self._place.position)
-                yield Batch(content, examples, None)
+                content, examples, total = cut(batch, *self._place.position)
+                yield Batch(content, examples, total if self._place.size == 1 else None)
 
     def spend(self) -> None:
         """Draw the seed for loading processes, if there can be any."""

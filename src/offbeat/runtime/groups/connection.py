@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,8 @@ class Connection:
         self._backend = "offbeat" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
         self._owns_default = False
         self._opened: list[Any] = []
+        self._name = ""
+        self.names: Sequence[int] = range(place.size)  # The worker behind each rank.
         self.lanes = 0  # Groups opened beside the first.
         if dist.is_initialized():
             self.store: Any = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
@@ -72,18 +75,36 @@ class Connection:
         self.lanes += 1
         if self._backend == "offbeat":
             # Unknown to torch, so that a script may destroy torch's groups while the team goes on.
-            meeting = dist.PrefixStore(f"offbeat/group/{self.number}/{self.lanes}", self.store)
-            label = f"team {self.number}.{self.lanes}"
+            meeting = dist.PrefixStore(f"offbeat/group/{self.number}/{self._name}{self.lanes}", self.store)
+            label = f"team {self.number}.{self._name}{self.lanes}"
             opened: Any = open_group(meeting, self._rank, self._size, self._timeout, label=label)
         else:
             opened = dist.new_group(backend=self._backend, timeout=self._timeout)
         self._opened.append(opened)
         return opened
 
+    def part(self, members: Sequence[int], name: str) -> Connection:
+        """A connection between some of the workers, all of which call this; it is closed with this one."""
+        if self._backend != "offbeat":
+            raise UsageError(f"groups of some of the workers are for workers on CPUs, not over {self._backend}")
+        part = copy.copy(self)
+        part._rank, part._size, part._owns_default = members.index(self._rank), len(members), False
+        part._name, part.names, part.lanes = f"{name}/", tuple(members), 0
+        part.first = part.another()
+        return part
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it connects some of the workers only."""
+        return bool(self._name)
+
     def stock(self) -> Any:
         """A stock torch group of the same workers, on Gloo or NCCL."""
         backend = "gloo" if self._backend == "offbeat" else self._backend
-        opened: Any = dist.new_group(backend=backend, timeout=self._timeout)
+        if self.is_part:
+            opened: Any = dist.new_group(list(self.names), self._timeout, backend, use_local_synchronization=True)
+        else:
+            opened = dist.new_group(backend=backend, timeout=self._timeout)
         self._opened.append(opened)
         return opened
 
@@ -100,7 +121,7 @@ class Connection:
 
     def roll_call(self, lane: str, number: int, what: str, patience: timedelta = ROLL_CALL) -> dict[int, str]:
         """Which workers have come to this exchange of a lane, and to what; all that fail there call this."""
-        store = dist.PrefixStore(f"offbeat/late/{self.number}/{lane}/{number}", self.store)
+        store = dist.PrefixStore(f"offbeat/late/{self.number}/{self._name}{lane}/{number}", self.store)
         came: dict[int, str] = {}
         try:
             store.set(str(self._rank), what)
@@ -119,7 +140,9 @@ class Connection:
                 opened.abort()
 
     def close(self) -> None:
-        """Leave the groups that were opened here."""
+        """Leave the groups that were opened here, and by its parts."""
+        if self.is_part:
+            return
         for opened in self._opened:
             if isinstance(opened, OffbeatGroup):
                 opened.shutdown()
@@ -143,7 +166,7 @@ class Waits:
         self._lanes = lanes
         self.presence: Any = SimpleNamespace(waiting=None)
         """Where this worker reports its waits; nowhere if it is alone."""
-        if connection is not None:
+        if connection is not None and not connection.is_part:
             store = presence_store(connection.store, connection.number)
             presence = Presence(store, rank, size, lambda: {lane.name: lane.count for lane in lanes})
             presence.break_off = lambda _error: connection.abort()
@@ -165,14 +188,17 @@ class Waits:
         if isinstance(error, ConsequenceError) and (cause := self.presence.cause()) is not None:
             return cause
         text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        place = f"worker {self._rank} in {what} (exchange {number})"
         seconds, connection = self._timeout.total_seconds(), self._connection
+        names: Sequence[int] = range(self._size) if connection is None else connection.names
+        place = f"worker {names[self._rank]} in {what} (exchange {number})"
         if time.monotonic() - since < 0.99 * seconds or connection is None:
             if not isinstance(error, CollectiveError):
                 return WaitError(f"{place} lost its connection to another worker, which has most likely died: {text}")
             patience = ROLL_CALL if isinstance(error, MismatchError) else timedelta(0)
             came = {} if connection is None else connection.roll_call(self.name, number, what, patience)
-            apart = ", ".join(f"worker {rank} in {where}" for rank, where in sorted(came.items()) if where != what)
+            apart = ", ".join(
+                f"worker {names[rank]} in {where}" for rank, where in sorted(came.items()) if where != what
+            )
             if apart:
                 return WaitError(
                     f"{place} met {apart}. Every worker must make the same calls in the same order: does one of them "
@@ -180,7 +206,7 @@ class Waits:
                 )
             return WaitError(f"{place}: {text}")  # It names the dead ranks, or the others' calls.
         came = connection.roll_call(self.name, number, what)
-        missing = [str(rank) for rank in range(self._size) if rank not in came]
+        missing = [str(names[rank]) for rank in range(self._size) if rank not in came]
         who = f"worker{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else "nobody in particular"
         return WaitError(
             f"{place} waited {seconds:g} s for {who}. Look at the log of whoever is missing, "

@@ -217,16 +217,18 @@ class Group(ABC):
 class DirectGroup(Group):
     """Workers that are connected directly; of size 1 it needs no network, and every exchange is the identity."""
 
-    def __init__(self, place: Place, timeout: timedelta, device: torch.device) -> None:
+    def __init__(
+        self, place: Place, timeout: timedelta, device: torch.device, connection: Connection | None = None
+    ) -> None:
         super().__init__(place, timeout)
-        self._connection = Connection(place, timeout, device) if self.size > 1 else None
+        self._connection = connection or (Connection(place, timeout, device) if self.size > 1 else None)
         self.sums_by: Sums | None = None  # The chosen algorithm; None: the process group's own.
         self.process_group: Any = None  # The torch process group underneath; None for one worker alone.
         self.view = View.of(self.size)  # The workers in schedules, and the host of each as far as it is known.
         self.waits = Waits(self.rank, self.size, timeout, self._connection)
         if self._connection is not None:
             self.process_group, self.view = self._connection.first, self._connection.view
-            self.presence = self.waits.presence
+            self.presence = None if self._connection.is_part else self.waits.presence
 
         @lru_cache(_CACHED)
         def traffic(what: str, nbytes: int, itemsize: int, by: str | None, root: int) -> tuple[int, Exchanged]:
@@ -398,3 +400,20 @@ class DirectGroup(Group):
         if self._connection is not None:
             self._connection.close()
         self.process_group = None
+
+
+def part_of(group: DirectGroup, members: Sequence[int], name: str) -> DirectGroup:
+    """Some of the workers, by rank, as a group of their own; each of them calls this, under the same name.
+
+    Whether a wait there is hopeless is not known to the others: it ends with a death or at the deadline.
+    """
+    size, device = len(members), torch.device("cpu")
+    if size == 1:
+        part = DirectGroup(Place(), group.timeout, device)
+    else:
+        rank = members.index(group.rank)
+        one_host = len({int(group.view.hosts[member]) for member in members}) == 1
+        place = Place(rank=rank, size=size, local_rank=rank if one_host else 0, local_size=size if one_host else 1)
+        part = DirectGroup(place, group.timeout, device, group.connection.part(members, name))
+    part.sent = group.sent.lane()
+    return part

@@ -46,6 +46,8 @@ class Result:
     choices: dict[str, Any] = field(default_factory=dict)
     """What the strategy chose by measuring, with the seconds of each alternative; see `allreduce(auto)`."""
     optimizer_bytes: list[int] = field(default_factory=list)  # Optimizer state of each worker, where it is sharded.
+    split: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Stages of a pipeline: layers, seconds computing and idle, bytes; the slowest, and how even the cut is."""
     gossip: dict[str, Any] = field(default_factory=dict[str, Any])
     """Convergence rate of the replicas, predicted by their graph and measured; see `gossip`."""
     compression: dict[str, float] = field(default_factory=dict)

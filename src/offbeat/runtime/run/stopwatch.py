@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 from offbeat.runtime.events import recorder
 from offbeat.runtime.events.recorder import RECORDER
 
-Kind = Literal["input", "compute", "communicate", "wait", "evaluate", "other"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+Kind = Literal["input", "compute", "communicate", "wait", "evaluate", "other", "bubble"]
+BUBBLE: Kind = "bubble"
+KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind != BUBBLE)
 _EVENT_KINDS: dict[Kind, int] = {
     "input": recorder.INPUT,
     "compute": recorder.COMPUTING,
@@ -19,6 +20,7 @@ _EVENT_KINDS: dict[Kind, int] = {
     "wait": recorder.EXCHANGING,
     "evaluate": recorder.EVALUATING,
     "other": recorder.OTHER,
+    "bubble": recorder.EXCHANGING,
 }
 
 
@@ -26,17 +28,19 @@ class Stopwatch:
     """A clock that always runs in exactly one kind.
 
     `communicate` is only the exposed part of communication: what overlaps with the backward pass is in `overlapped`,
-    outside the sum. `wait` is the part of an exchange during which another worker had not yet arrived.
+    outside the sum. `wait` is the part of an exchange during which another worker had not yet arrived. Only a pipeline
+    has `bubble`: the time that a stage waits for what other stages compute.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bubbles: bool = False) -> None:
+        self._kinds = (*KINDS, BUBBLE) if bubbles else KINDS
         self._kind: Kind = "other"
         self._recorder = RECORDER.get()
         self.restart()
 
     def restart(self) -> None:
         """Reset: training starts now."""
-        self.seconds: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
+        self.seconds: dict[Kind, float] = dict.fromkeys(self._kinds, 0.0)
         self.overlapped = 0.0
         self._since = time.perf_counter()
 
@@ -78,6 +82,6 @@ class Stopwatch:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from an earlier part of the same run."""
         self.restart()
-        for kind in KINDS:
+        for kind in self._kinds:
             self.seconds[kind] = float(state["seconds"].get(kind, 0.0))
         self.overlapped = float(state["overlapped"])

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -53,8 +53,15 @@ class _Manifest(msgspec.Struct):
 class Checkpoints:
     """The checkpoints of one run, in one folder; the previous one is kept until a new one is complete."""
 
-    def __init__(self, folder: Path, group: Group, identity: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        group: Group,
+        identity: Mapping[str, Any],
+        relaid: Callable[[str, str], bool] = lambda _before, _now: False,
+    ) -> None:
         self.folder = folder
+        self._relaid = relaid
         self._group = group
         # What must match for a run to resume from one of them, as it will be read: tuples become lists.
         self.identity: dict[str, Any] = json.loads(json.dumps(dict(identity)))
@@ -109,20 +116,43 @@ class Checkpoints:
         if path is None:
             raise CheckpointError(f"there is no checkpoint in {self.folder}, so there is nothing to resume from.")
         manifest = read_manifest(path)
+        before = manifest["identity"]
+        moves = self._moves(before)
         for key, mine in self.identity.items():
-            theirs = manifest["identity"].get(key)
-            if theirs != mine:
+            theirs = before.get(key)
+            if theirs != mine and not (moves and key in ("strategy", "workers")):
                 raise CheckpointError(
                     f"{path} belongs to another run: its {key} is {theirs!r}, this run's is {mine!r}. "
                     f"Resume with the same {key}, or start a new run without --resume."
                 )
-        own = self._own_state(path, manifest)
+        own = self._moved(path, manifest) if moves else self._own_state(path, manifest)
         if CERTIFICATE in manifest["files"]:
             from offbeat.runtime.state.snapshots import put_in_place
 
             put_in_place(path, own, self._group)
             return {**own["replicas"], "others": own["others"]}, own, manifest["summary"]
         return _read_state(path / _SHARED, manifest), own, manifest["summary"]
+
+    def _moves(self, before: Mapping[str, Any]) -> bool:
+        """Whether the model was spread over workers in another way."""
+        old, new = before.get("strategy"), self.identity.get("strategy")
+        if not (isinstance(old, str) and isinstance(new, str)):
+            return False
+        same = old == new and before.get("workers") == self.identity.get("workers")
+        return not same and self._relaid(old, new)
+
+    def _moved(self, path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+        """A state for this worker from one of another layout: what is the same on all workers, and worker 0's draws."""
+        own = _read_state(path / file_of(0), manifest)
+        things = own.get("things", {})
+        if not things.get("pace", {}).get("updating", True):
+            raise CheckpointError(
+                f"{path} was written within an accumulated update, whose sums are spread as the model was. Resume with "
+                f"strategy {manifest['identity'].get('strategy')}, on {manifest['workers']} workers."
+            )
+        for name in ("exchange", "pace", *(("random",) if self._group.rank else ())):
+            things.pop(name, None)
+        return own
 
     def _own_state(self, path: Path, manifest: dict[str, Any]) -> dict[str, Any]:
         """The state of this worker; one that had died takes another's state without its random generators."""

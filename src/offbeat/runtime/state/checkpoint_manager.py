@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -44,6 +45,8 @@ class Holdings:
         self.optimizers: list[Optimizer] = []
         self.loaders: list[Loader] = []
         self.others: list[Stateful] = []
+        self.whole: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Inside, models and optimizers have their whole state, where workers have parts of them. A collective call."""
         self._searched = False
 
     def has(self, thing: object) -> bool:
@@ -152,9 +155,15 @@ class Memory:
     """
 
     def __init__(
-        self, folder: Path | None, group: Group, identity: Mapping[str, Any], holdings: Holdings, replicated: bool
+        self,
+        folder: Path | None,
+        group: Group,
+        identity: Mapping[str, Any],
+        holdings: Holdings,
+        replicated: bool,
+        relaid: Callable[[str, str], bool] = lambda _before, _now: False,
     ) -> None:
-        self._checkpoints = None if folder is None else Checkpoints(folder / "checkpoint", group, identity)
+        self._checkpoints = None if folder is None else Checkpoints(folder / "checkpoint", group, identity, relaid)
         self._group, self._holdings, self._replicated = group, holdings, replicated
         if self._checkpoints is not None and group.membership.leads:
             discard(self._checkpoints.folder)  # Parts left by a killed run must not mix with new ones.
@@ -233,10 +242,11 @@ class Memory:
         start = time.monotonic()
         held = self._holdings
         held.find_schedulers()
-        shared = {**held.replicas(), "others": held.other_states()}
-        things = {name: thing.state_dict() for name, thing in self._own.items()}
-        own = self._state({} if self._replicated else held.replicas(), things, at_end, step=step, **notes)
-        self._checkpoints.save(step, shared, own, {"step": step})
+        with held.whole():
+            shared = {**held.replicas(), "others": held.other_states()}
+            things = {name: thing.state_dict() for name, thing in self._own.items()}
+            own = self._state({} if self._replicated else held.replicas(), things, at_end, step=step, **notes)
+            self._checkpoints.save(step, shared, own, {"step": step})
         self.due = False
         self._written_at = step
         self._since = time.monotonic()

@@ -16,13 +16,13 @@ import numpy as np
 
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.pacing import Pacing
-from offbeat.protocols.servers.worker.rhythm import IN_FLIGHT, Action, Rhythm, RhythmOf
+from offbeat.protocols.servers.worker.rhythm import IN_FLIGHT, Rhythm, RhythmAction, RhythmOf
 from offbeat.simulate.network import Link
 from offbeat.simulate.queues import Times
 
 COMPUTED, ARRIVED, ANSWERED, VALUES = range(4)
 """Kinds of events of a worker: its step is computed; its push is applied; it is answered; values have come."""
-_AWAIT, _PUSH, _PUSH_AND_PULL = Action.AWAIT, Action.PUSH, Action.PUSH_AND_PULL
+_AWAIT, _PUSH, _PUSH_AND_PULL = RhythmAction.AWAIT, RhythmAction.PUSH, RhythmAction.PUSH_AND_PULL
 MANY = 8  # New events are sorted in if there are more of them than this fraction of the future ones.
 
 
@@ -57,9 +57,9 @@ class Worker:
     rhythm: Rhythm
     steps: int = 0  # Steps that it has computed.
     clock: int = 0  # Steps that count as finished: pushes, and those completed without it.
-    actions: tuple[Action, ...] = ()
+    actions: tuple[RhythmAction, ...] = ()
     at: int = 0  # The next of its actions.
-    blocked: Action | None = None  # The action that it waits in.
+    blocked: RhythmAction | None = None  # The action that it waits in.
     since: float = 0.0  # Since when.
     sent: deque[tuple[int, bool]] = field(default_factory=deque[tuple[int, bool]])
     """Pushes in flight: the clock of each, and whether it asks for values."""
@@ -195,7 +195,7 @@ class Drive:
             self._arrived(number, worker, *worker.sent.popleft(), now)
         else:
             worker.unanswered -= 1
-            if worker.blocked is Action.PUSH or (worker.blocked is Action.SETTLE and not worker.unanswered):
+            if worker.blocked is RhythmAction.PUSH or (worker.blocked is RhythmAction.SETTLE and not worker.unanswered):
                 self.exchanged += now - worker.since
                 self._go_on(number, worker, now)
 
@@ -285,7 +285,7 @@ class Drive:
                     worker.blocked, worker.since = _PUSH, now
                     return
                 self._push(number, worker, action is _PUSH_AND_PULL, now)
-            elif action is Action.REUSE:
+            elif action is RhythmAction.REUSE:
                 worker.stale = worker.clock - worker.complete
             elif self._waits(action, number, worker, now):
                 return
@@ -293,18 +293,18 @@ class Drive:
         worker.blocked = None
         self._begin(number, worker, now)
 
-    def _waits(self, action: Action, number: int, worker: Worker, now: float) -> bool:
+    def _waits(self, action: RhythmAction, number: int, worker: Worker, now: float) -> bool:
         """Do one of the rarer actions. True if it blocks."""
         worker.blocked, worker.since = None, now
-        if action is Action.PULL or (
-            action is Action.TAKE_FRESH and not worker.take_fresh(self.rule.needed(worker.clock), now)
+        if action is RhythmAction.PULL or (
+            action is RhythmAction.TAKE_FRESH and not worker.take_fresh(self.rule.needed(worker.clock), now)
         ):
             self._ask(number, worker, worker.clock, now)
-            worker.blocked = None if action is Action.PULL else _AWAIT
-        elif action is Action.SETTLE and worker.unanswered:
-            worker.blocked = Action.SETTLE
-        elif action is Action.MEET:
-            worker.blocked = Action.MEET
+            worker.blocked = None if action is RhythmAction.PULL else _AWAIT
+        elif action is RhythmAction.SETTLE and worker.unanswered:
+            worker.blocked = RhythmAction.SETTLE
+        elif action is RhythmAction.MEET:
+            worker.blocked = RhythmAction.MEET
             self._meet(number, now)
             return True
         return worker.blocked is not None
@@ -374,5 +374,5 @@ class Drive:
             if 0 <= event < self.count:
                 self.worked -= time - now
         for worker in self.workers:
-            if worker.blocked is Action.AWAIT:
+            if worker.blocked is RhythmAction.AWAIT:
                 self.exchanged += worker.moving(now)

@@ -24,12 +24,14 @@ from offbeat.strategies.gossip import Gossip
 from offbeat.strategies.hogwild import Hogwild
 from offbeat.strategies.language.fields import shown
 from offbeat.strategies.local import Local
+from offbeat.strategies.pipeline import Pipeline
 from offbeat.strategies.server import Server
 from offbeat.strategies.single import Single
 
 BUILT_IN: Final[tuple[type[Strategy], ...]] = (
     *(Single, DDP, AllReduce, Server, Coded, Downpour, Elastic, Hogwild, Gossip, Accumulate, Local),
     *COMPRESSORS,
+    Pipeline,
 )
 """Built-in strategies, in the order in which they are listed."""
 

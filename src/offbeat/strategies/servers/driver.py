@@ -26,7 +26,7 @@ from offbeat.protocols.servers.worker.notices import (
     TrialRequest,
     whole_shards,
 )
-from offbeat.protocols.servers.worker.rhythm import IN_FLIGHT, Action, Rhythm
+from offbeat.protocols.servers.worker.rhythm import IN_FLIGHT, Rhythm, RhythmAction
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.compression import CompressionAccount, Feedback, together
 from offbeat.runtime.compression.account import COMPARING, timed
@@ -248,29 +248,29 @@ class ServerDriver:
     # -- in a step ---------------------------------------------------------------------------------------------------
 
     def perform(
-        self, actions: Iterable[Action], slot: Callable[[], int | None] = lambda: None, weight: float = 1.0
+        self, actions: Iterable[RhythmAction], slot: Callable[[], int | None] = lambda: None, weight: float = 1.0
     ) -> None:
         """Perform the rhythm's actions in order; `slot` returns what is to be pushed when that is due."""
         link = self.link
         for action in actions:
             match action:
-                case Action.PUSH | Action.PUSH_AND_PULL:
-                    filled, pulls = slot(), action is Action.PUSH_AND_PULL
+                case RhythmAction.PUSH | RhythmAction.PUSH_AND_PULL:
+                    filled, pulls = slot(), action is RhythmAction.PUSH_AND_PULL
                     request = link.client.ask(self.queue.request(filled, pulls, weight))
                     self._pull = request.pull if pulls else self._pull
                     self.queue.sent(filled, request.token)
-                case Action.PULL:
+                case RhythmAction.PULL:
                     self._pull = link.client.ask(PullRequest(link.clock, anew=True)).token
-                case Action.AWAIT:
+                case RhythmAction.AWAIT:
                     self.await_values()
-                case Action.SETTLE:
+                case RhythmAction.SETTLE:
                     self.queue.settle_all()
-                case Action.TAKE_FRESH:
+                case RhythmAction.TAKE_FRESH:
                     if not self._take_fresh():
                         link.arrive(link.client.ask(PullRequest(link.clock, anew=True)).token)
-                case Action.REUSE:
+                case RhythmAction.REUSE:
                     link.reused(link.clock - self._complete)
-                case Action.MEET:
+                case RhythmAction.MEET:
                     link.group.barrier(WARM_START)
 
     def await_values(self) -> None:

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from offbeat.errors import UsageError
 from offbeat.protocols.servers.messages import Fetched, PullReply
 from offbeat.protocols.servers.worker.notices import PulledRange, RangeRequest
-from offbeat.protocols.servers.worker.rhythm import Action
+from offbeat.protocols.servers.worker.rhythm import RhythmAction
 from offbeat.strategies.compressors import Compressing
 from offbeat.strategies.servers.driver import ServerDriver
 
@@ -137,7 +137,7 @@ class Vector:
             raise UsageError(f"a step's gradient is a mean over {weight:g} examples: give step() a weight above 0.")
         link = self._link
         tokens, self._tokens = self._tokens, []
-        self._driver.perform((Action.PUSH,), weight=weight)
+        self._driver.perform((RhythmAction.PUSH,), weight=weight)
         for token in tokens:
             link.wait(token, "the answer to a push")
         if link.rule.bound is not None:

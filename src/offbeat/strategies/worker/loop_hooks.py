@@ -29,7 +29,14 @@ class LoopHooks:
     """Watches the models and optimizers of one team."""
 
     def __init__(
-        self, group: Group, holdings: Holdings, exchange: Exchange, pace: Pace, ledger: Ledger, strategy: str
+        self,
+        group: Group,
+        holdings: Holdings,
+        exchange: Exchange,
+        pace: Pace,
+        ledger: Ledger,
+        strategy: str,
+        whole: bool = True,
     ) -> None:
         self._group, self._holdings, self._ledger = group, holdings, ledger
         self._exchange, self._pace = exchange, pace
@@ -43,7 +50,7 @@ class LoopHooks:
         """Warnings given to the user."""
         self.first_gradients = FirstGradients(exchange.lockstep)
         """Whether all workers compute the same batches."""
-        equal = group.size > 1 and exchange.replicated and pace.replicated and not exchange.acts_in_steps
+        equal = whole and group.size > 1 and exchange.replicated and pace.replicated and not exchange.acts_in_steps
         self._replicas = Replicas(holdings) if equal else None
         self.averaging = False
         """Whether parameters are the mean of the replicas at the moment, which differs from each by rounding."""

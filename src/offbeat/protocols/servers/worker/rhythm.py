@@ -15,7 +15,7 @@ from offbeat.protocols.servers.consistency import Rule
 IN_FLIGHT = 2  # Pushes of a worker that may be unanswered at once; one more waits for the oldest of them.
 
 
-class Action(Enum):
+class RhythmAction(Enum):
     """One thing that a worker does between two steps."""
 
     PUSH = auto()  # Send what was computed, and continue.
@@ -31,7 +31,7 @@ class Action(Enum):
 class StepActions(NamedTuple):
     """What a worker does when it has computed a step."""
 
-    actions: tuple[Action, ...] = ()
+    actions: tuple[RhythmAction, ...] = ()
     own_step: bool = False  # Its optimizer also steps on its own copy of the parameters.
 
 
@@ -118,12 +118,14 @@ class PushAndFetch(Rhythm):
         warming = self.warming
         self.steps += 1
         pushes, own = self.steps % self._push == 0, self._fetch > 1
-        push = (Action.PUSH,) if pushes else ()
+        push = (RhythmAction.PUSH,) if pushes else ()
         if warming:
-            reads = (Action.PULL, Action.AWAIT) if self.fetched or not self._leads else ()
-            return StepActions((*push, Action.SETTLE, Action.MEET, *reads, Action.MEET), own and self._leads)
+            reads = (RhythmAction.PULL, RhythmAction.AWAIT) if self.fetched or not self._leads else ()
+            return StepActions(
+                (*push, RhythmAction.SETTLE, RhythmAction.MEET, *reads, RhythmAction.MEET), own and self._leads
+            )
         if self.fetched:
-            return StepActions((Action.PUSH_AND_PULL if pushes else Action.PULL, Action.AWAIT), own)
+            return StepActions((RhythmAction.PUSH_AND_PULL if pushes else RhythmAction.PULL, RhythmAction.AWAIT), own)
         return StepActions(push, own)
 
 
@@ -157,9 +159,9 @@ def rhythm_of(rule: Rule) -> RhythmOf:
     return lambda _: shared
 
 
-_PUSH_AND_READ = StepActions((Action.PUSH_AND_PULL, Action.AWAIT))
-_PUSH_AND_REUSE = StepActions((Action.PUSH, Action.REUSE), own_step=True)
-_PUSH_AND_TAKE = StepActions((Action.PUSH, Action.SETTLE, Action.TAKE_FRESH))
+_PUSH_AND_READ = StepActions((RhythmAction.PUSH_AND_PULL, RhythmAction.AWAIT))
+_PUSH_AND_REUSE = StepActions((RhythmAction.PUSH, RhythmAction.REUSE), own_step=True)
+_PUSH_AND_TAKE = StepActions((RhythmAction.PUSH, RhythmAction.SETTLE, RhythmAction.TAKE_FRESH))
 _OWN_STEP = StepActions(own_step=True)
-_MOVE_THE_CENTRE = StepActions((Action.PULL, Action.AWAIT, Action.PUSH), own_step=True)
-_MOVE_IT_TOGETHER = StepActions((Action.AWAIT, Action.PUSH_AND_PULL), own_step=True)
+_MOVE_THE_CENTRE = StepActions((RhythmAction.PULL, RhythmAction.AWAIT, RhythmAction.PUSH), own_step=True)
+_MOVE_IT_TOGETHER = StepActions((RhythmAction.AWAIT, RhythmAction.PUSH_AND_PULL), own_step=True)

@@ -1,0 +1,105 @@
+"""Pipelines: each replica of the model in consecutive stages, on a worker each, between which microbatches flow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from offbeat.errors import StrategyError, UsageError
+from offbeat.protocols.pipelines.orders import PipelineKind, check_numbers
+from offbeat.strategies._base import Axis, Splitting, Strategy, Traits
+
+AUTO_PER_STAGE = 4
+"""Microbatches for each stage where their number is chosen here: less than a fifth of the time is then bubbles."""
+
+
+@dataclass(frozen=True)
+class Pipeline(Splitting):
+    """Each replica's model is cut into stages, one on each of several workers, and microbatches flow through them.
+
+    Layers are measured on the first batch, and the model is cut where the slowest stage is fastest. A step computes
+    what one process computes on the whole batch, up to rounding.
+    """
+
+    stages: int
+    """Workers over which each replica is spread, one stage on each."""
+    schedule: PipelineKind = PipelineKind.ONE_F_ONE_B
+    """The order in which each stage computes its microbatches forward and backward."""
+    microbatches: int | Literal["auto"] = "auto"
+    """Microbatches into which each replica's batch is cut; auto is 4 for each stage, or one per example if fewer."""
+    chunks: int = 1
+    """Parts of the model on each stage; several with interleaved only, which needs at least 2."""
+
+    # Layers are measured, so that two runs may cut, and therefore add, differently.
+    promises = Traits(synchronous=True, exact=True, splits_model=True)
+    examples = (
+        *("pipeline(2)", "pipeline(4, schedule=gpipe, microbatches=8)", "pipeline(2, schedule=interleaved, chunks=2)"),
+        *("allreduce + pipeline(2)", "allreduce + accumulate(2) + pipeline(2)"),
+    )
+    aliases = MappingProxyType({})
+    _ranges = (
+        (
+            "stages",
+            lambda stages: stages >= 2,
+            "a pipeline has at least 2 stages; one worker holds a whole model anyway",
+        ),
+        ("microbatches", lambda count: count == "auto" or count >= 1, "a batch is cut into at least 1 microbatch"),
+        ("chunks", lambda chunks: chunks >= 1, "every stage has at least 1 part of the model"),
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that the schedule cannot have."""
+        super().__post_init__()
+        try:
+            check_numbers(self.schedule, self.stages, self.microbatches_of(None), self.chunks)
+        except UsageError as error:
+            raise StrategyError(f"{self.name}: {error}") from error
+
+    @property
+    def spread(self) -> int:
+        """The stages."""
+        return self.stages
+
+    def microbatches_of(self, examples: int | None) -> int:
+        """Number of microbatches of a batch with so many examples (None: many)."""
+        if self.microbatches != "auto":
+            return self.microbatches
+        most = AUTO_PER_STAGE * self.stages
+        if examples is None or examples >= most:
+            return most
+        grouped = self.stages if self.schedule is PipelineKind.INTERLEAVED else 1
+        return max(examples // grouped, 1) * grouped
+
+    def refuses(self, other: Strategy) -> str | None:
+        """What has not been made to work with a model of which each worker has a part."""
+        if other.axis is Axis.SPLIT or other.name in ("single", "accumulate"):
+            return None
+        if other.name == "allreduce":
+            shard = getattr(other, "shard", "nothing")
+            return None if shard == "nothing" else _SHARDED.format(shard=shard)
+        reason = _REASONS.get(other.name, _OTHER[other.axis])
+        return f"{reason}. Use allreduce with {self.name}, with or without accumulate"
+
+
+_SHARDED = (
+    "shard={shard} divides what every replica holds over all workers, and a stage already holds only its own part. "
+    "Omit shard"
+)
+_SERVED = "servers hold and update whole models, and each worker of a pipeline has the gradients of one stage only"
+_REASONS = {
+    "ddp": "DistributedDataParallel connects all workers, and only those of one stage have the same gradients",
+    "server": _SERVED,
+    "coded": _SERVED,
+    "downpour": _SERVED,
+    "elastic": _SERVED,
+    "hogwild": "its workers update the same parameters, and the stages of a pipeline have different ones",
+    "gossip": "it mixes whole models, and each worker of a pipeline has one stage only",
+    "local": "it averages whole models, and each worker of a pipeline has one stage only",
+}
+"""Why these cannot be added to a pipeline."""
+_OTHER = {
+    Axis.EXCHANGE: "it is not known whether it can exchange the stages of a model",
+    Axis.WHEN: "it is not known whether its rhythm suits a model in stages",
+    Axis.COMPRESSION: "compressed sums of the gradients of one stage have not been tried",
+}
