@@ -75,7 +75,8 @@ class CallRecorder(TorchFunctionMode):
         self._checks: set[tuple[Any, ...]] = set()
         self._stack: list[str] = []
         self._paused = False
-        self._autocast = _autocast()
+        self.autocasts = 0
+        """How many `torch.autocast` blocks of the model's own the code is in."""
 
     def give(self, leaf: Tensor) -> Ref:
         """A parameter, buffer or constant that the model returns, as a value."""
@@ -219,7 +220,6 @@ class CallRecorder(TorchFunctionMode):
         starts: bool = False,
     ) -> None:
         """Record a call whose arguments are references already."""
-        autocast = _autocast()
         self.calls.append(
             ModelCall(
                 name if name is not None else (self._stack[-1] if self._stack else ""),
@@ -229,7 +229,7 @@ class CallRecorder(TorchFunctionMode):
                 results,
                 direct=direct,
                 grad=torch.is_grad_enabled(),
-                autocast=autocast if autocast != self._autocast else None,
+                autocast=_autocast() if self.autocasts else None,
                 starts_layer=starts,
                 place=place(),
             )
@@ -306,7 +306,9 @@ def recording(recorder: CallRecorder) -> Generator[None]:
     """While it lasts, modules and functions that this thread calls are recorded."""
     thread = threading.get_ident()
     module_type, function_type = cast("Any", nn.Module), cast("Any", torch.autograd.Function)
+    autocast_type = cast("Any", torch.autocast)
     call, apply = module_type.__call__, function_type.__dict__["apply"]
+    enter, leave = autocast_type.__enter__, autocast_type.__exit__
 
     def traced_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
@@ -319,14 +321,24 @@ def recording(recorder: CallRecorder) -> Generator[None]:
             return run(*args, **kwargs)
         return recorder.call_autograd(run, function, args, kwargs)
 
+    def traced_enter(autocast: Any) -> Any:
+        recorder.autocasts += threading.get_ident() == thread
+        return enter(autocast)
+
+    def traced_leave(autocast: Any, *error: Any) -> Any:
+        recorder.autocasts -= threading.get_ident() == thread
+        return leave(autocast, *error)
+
     module_type.__call__ = traced_call
     function_type.apply = classmethod(traced_apply)
+    autocast_type.__enter__, autocast_type.__exit__ = traced_enter, traced_leave
     try:
         with recorder:
             yield
     finally:
         module_type.__call__ = call
         function_type.apply = apply
+        autocast_type.__enter__, autocast_type.__exit__ = enter, leave
 
 
 def address(tensor: Tensor) -> int:
