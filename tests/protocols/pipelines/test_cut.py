@@ -33,7 +33,7 @@ def rank(costs: list[LayerCost], bounds: tuple[int, ...]) -> tuple[float, int, f
     return max(times), crossing, sum(time**2 for time in times)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(costs=LAYERS, data=st.data())
 def test_no_cut_is_better_than_the_best_one(costs: list[LayerCost], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(costs)))

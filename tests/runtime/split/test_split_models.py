@@ -190,3 +190,52 @@ def test_splitting_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     assert int(model.stem[1].num_batches_tracked) == 0
     assert len(split.parts) == 2
+
+
+class Mixed(nn.Module):
+    """Half precision in the middle, set by the model itself, and a buffer among its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("places", torch.arange(8.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.second(self.first(x))
+        with torch.autocast("cpu", enabled=False):
+            return self.third(x.float()), self.places, x.shape[0]
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_autocast_inside_the_model_and_around_the_parts_is_kept(around: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Mixed(), (torch.randn(4, 8),)
+    split = split_model(model, batch, 3)
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        expected, places, rows = model(*batch)
+        computed = run_parts(split, batch, backward=False)
+    assert computed[0].dtype == expected.dtype
+    assert torch.equal(computed[0], expected)
+    assert torch.equal(computed[1], places)
+    assert (computed[2], rows) == (4, 4)
+    assert run_parts(split, (torch.randn(7, 8),), backward=False)[2] == 7
+
+
+def test_a_compiled_model_is_cut_like_the_one_inside() -> None:
+    make, batch_of = MODELS["mlp"]
+    model, batch = torch.compile(make(), backend="eager"), batch_of(4, 1)
+    split = split_model(model, batch, 2)
+    assert {name for part in split.parts for name in part.logical.values()} == set(dict(model.named_parameters()))
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(run_parts(split, batch, backward=False), model._orig_mod(*batch))
+
+
+def test_frozen_layers_take_part_and_get_no_gradient() -> None:
+    make, batch_of = MODELS["mlp"]
+    model, batch = make(), batch_of(4, 1)
+    model[1].requires_grad_(False)
+    split = split_model(model, batch, 2, bounds=[0, 2, 6])
+    assert [value.differentiable for value in split.parts[1].takes] == [False]
+    assert split.costs[1].parameter_bytes > 0

@@ -151,7 +151,7 @@ def test_a_result_that_is_not_made_of_tensors_is_refused() -> None:
 
     model = Written(kept)
     model.holder.forward = lambda x: {"x": x, "rows": len(x)}
-    with pytest.raises(TaskError, match="Module holder is to be kept whole, and returns int"):
+    with pytest.raises(TaskError, match="Module holder is to be run as a whole, and returns int"):
         split_model(model, BATCH, 2, kept=["holder"])
     assert len(split_model(model, BATCH, 2).parts) == 2
 

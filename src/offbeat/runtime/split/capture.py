@@ -22,7 +22,8 @@ def capture(model: nn.Module, inputs: tuple[Any, ...], kept: frozenset[str] = fr
     for name in kept:
         if name not in names:
             raise TaskError(f"kept={name!r} is not a module of {type(model).__name__}.{did_you_mean(name, names)}")
-    return _captured(model, model, inputs, kept)
+    # What torch.compile returns has the model inside; its calls are recorded, and parts run them uncompiled.
+    return _captured(model, getattr(model, "_orig_mod", model), inputs, kept)
 
 
 def capture_layers(model: nn.Module, inputs: tuple[Any, ...], layers: Sequence[nn.Module]) -> Graph:

@@ -52,6 +52,8 @@ class ModelCall:
     """Keyword arguments, in the same way."""
     results: tuple[int | None, ...]
     """Numbers of the values in its result, flattened; None where there is something else."""
+    direct: bool = True
+    """Whether its result is the value itself, rather than a structure with values in it."""
     grad: bool = True
     """False if it ran under `torch.no_grad()`."""
     autocast: tuple[bool, torch.dtype] | None = None

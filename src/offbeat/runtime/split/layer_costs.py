@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
@@ -18,12 +17,12 @@ from offbeat.runtime.split.parts import INPUT, StagePart, assemble, crossing
 
 WARM_UP = 2
 """Runs of each layer before the ones that count."""
-RUNS = 7
-"""Runs of each layer that count; their median is its time."""
+RUNS = range(7, 26)
+"""Runs of each layer that count: at least and at most; within that, as many as `QUICK` has room for."""
 FEWEST = 3
-"""Runs of each layer that count where they take long."""
-BUDGET = 10.0
-"""Seconds of measuring after which the fewest runs are enough."""
+"""Runs of each layer that count where all of them take longer than `LONG`."""
+QUICK, LONG = 0.3, 10.0
+"""Seconds of measuring after which at least `RUNS`, or at least `FEWEST`, are enough."""
 
 
 def sizes_only(graph: Graph, layers: Sequence[ModelLayer]) -> list[LayerCost]:
@@ -36,7 +35,7 @@ def sizes_only(graph: Graph, layers: Sequence[ModelLayer]) -> list[LayerCost]:
 
 
 def measured_costs(graph: Graph, layers: Sequence[ModelLayer], inputs: tuple[Any, ...]) -> list[LayerCost]:
-    """The bytes of each layer, and the medians of its times forward and backward.
+    """The bytes of each layer, and the seconds that it typically takes forward and backward.
 
     The layers are timed in turn, again and again, so that whatever else the machine does meanwhile hits all of them.
     """
@@ -55,13 +54,14 @@ def measured_costs(graph: Graph, layers: Sequence[ModelLayer], inputs: tuple[Any
             values |= {(number, index): tensor.detach() for index, tensor in enumerate(outputs)}
         times = [_Times() for _ in parts]
         began = time.perf_counter()
-        for done in range(WARM_UP + RUNS):
-            if done >= WARM_UP + FEWEST and time.perf_counter() - began > BUDGET:
+        for done in range(WARM_UP + RUNS.stop - 1):
+            spent, counted = time.perf_counter() - began, done - WARM_UP
+            if (counted >= RUNS.start and spent > QUICK) or (counted >= FEWEST and spent > LONG):
                 break
             for each in zip(parts, taken, times, strict=True):
-                _run(*each, counted=done >= WARM_UP)
+                _run(*each, counted=counted >= 0)
     return [
-        LayerCost(layer.name, median(t.forward), median(t.backward), sum(crossed), _parameter_bytes(part), kept)
+        LayerCost(layer.name, _typical(t.forward), _typical(t.backward), sum(crossed), _parameter_bytes(part), kept)
         for layer, part, t, crossed, kept in zip(layers, parts, times, crossing(graph, layers), saved, strict=True)
     ]
 
@@ -88,6 +88,11 @@ def _saved(part: StagePart, taken: Sequence[Tensor]) -> tuple[tuple[Tensor, ...]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = part(*taken)
     return outputs, sum(storages.values())
+
+
+def _typical(times: Sequence[float]) -> float:
+    """The lower quartile: other processes of the machine only ever make a run longer."""
+    return sorted(times)[len(times) // 4]
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from offbeat.errors import TaskError
 from offbeat.runtime.split.graph import Graph, ModelCall, ModelLayer, OwnTensor, Ref, flat, leaves, mapped
+from offbeat.runtime.split.sizes import WHOLE
 
 INPUT = -1
 """Producer of values that are the model's own inputs."""
@@ -185,132 +185,124 @@ def _folder(part: nn.Module, path: str) -> nn.Module:
     return folder
 
 
-Slots = list[Any]
-Getter = Callable[[Slots], Any]
-
-
 class _Program:
-    """The calls of a part, prepared to run quickly: every value has a slot."""
+    """The calls of a part as one Python function, a line for each call, so that running them costs nothing extra."""
 
     def __init__(self, graph: Graph, calls: Sequence[ModelCall], wanted: _Wanted) -> None:
-        self._model = graph.model
-        numbers = [*wanted.taken, *(value for call in calls for value in call.results if value is not None)]
-        self._slots = {value: slot for slot, value in enumerate(dict.fromkeys(numbers))}
-        self._integers = [slot for slot, value in enumerate(wanted.taken) if graph.facts[value].integer]
-        self._given = [self._slots[value] for value in wanted.given]
-        self._sends_integers = any(graph.facts[value].integer for value in wanted.given)
-        self._steps = [_Prepared(self, call, graph.model) for call in calls]
-        kept = set(self._given)
-        for step in reversed(self._steps):
-            step.last_uses = [slot for slot in step.touched if slot not in kept]
-            kept |= set(step.last_uses)
-
-    def slot(self, value: int) -> int:
-        return self._slots[value]
+        self._model, self._calls, self._facts = graph.model, calls, graph.facts
+        self._names: dict[str, Any] = {"spread": _spread, "whole": int, "sent": torch.tensor, "rebuilt": _rebuilt}
+        last_uses = self._last_uses(wanted)
+        lines = [f"def run(training, {', '.join(f'v{value}' for value in wanted.taken)}):"]
+        whole = [f"v{value} = whole(v{value})" for value in wanted.taken if graph.facts[value].integer]
+        lines.append(f"    {'; '.join(whole) or 'pass'}")
+        for index, call in enumerate(calls):
+            unused = "".join(f"; v{value} = None" for value in last_uses[index])
+            lines.append(f"    {self._line(call)}{unused}")
+        given = [f"sent(v{v})" if graph.facts[v].integer else f"v{v}" for v in wanted.given]
+        lines.append(f"    return ({''.join(f'{value}, ' for value in given)})")
+        self._file = f"<part of {type(graph.model).__name__}>"
+        # The text is made of numbers and names that were made here, and of nothing that comes from outside.
+        exec(compile("\n".join(lines), self._file, "exec"), self._names)  # noqa: S102
+        self._function = cast("Callable[..., tuple[Tensor, ...]]", self._names["run"])
 
     def run(self, tensors: Sequence[Tensor], training: bool) -> tuple[Tensor, ...]:
-        slots: Slots = [None] * len(self._slots)
-        slots[: len(tensors)] = tensors
-        for slot in self._integers:
-            slots[slot] = int(slots[slot])
-        for step in self._steps:
-            step.run(slots, training)
-        if self._sends_integers:
-            return tuple(
-                slots[slot] if isinstance(slots[slot], Tensor) else torch.tensor(slots[slot]) for slot in self._given
-            )
-        return tuple([slots[slot] for slot in self._given])
-
-
-class _Prepared:
-    """One call with the slots of its arguments and results."""
-
-    def __init__(self, program: _Program, call: ModelCall, model: nn.Module) -> None:
-        self._call = call
-        self._target = call.target
-        self._results = [None if value is None else program.slot(value) for value in call.results]
-        self._plain = not call.grad or call.autocast is not None
-        self.touched = {program.slot(value) for value in call.refs()} | {s for s in self._results if s is not None}
-        self.last_uses: list[int] = []
-
-        def getter(arguments: Any) -> Getter:
-            return _getter(arguments, program, model)
-
-        self._args, self._kwargs = [getter(arg) for arg in call.args], _keywords(call.kwargs, getter)
-        self._other = None
-        if call.in_evaluation is not None:
-            args, kwargs = call.in_evaluation
-            self._other = [getter(arg) for arg in args], _keywords(kwargs, getter)
-
-    def run(self, slots: Slots, training: bool) -> None:
-        args, kwargs = (self._args, self._kwargs) if training or self._other is None else self._other
         try:
-            if self._plain:
-                with self._modes():
-                    result = self._called(slots, args, kwargs)
-            else:
-                result = self._called(slots, args, kwargs)
+            return self._function(training, *tensors)
         except TaskError:
             raise
         except Exception as error:
-            error.add_note(f"in {self._call.name or 'the model'}, called at {self._call.place}")
+            call = self._failed(error)
+            if call is not None:
+                error.add_note(f"in {call.name or 'the model'}, called at {call.place}")
             raise
-        if self._results:
-            parts = (result,) if isinstance(result, Tensor) else flat(result)
-            if len(parts) != len(self._results):
-                raise TaskError(_other_results(self._call, len(parts)))
-            for slot, part in zip(self._results, parts, strict=True):
-                if slot is not None:
-                    slots[slot] = part
-        for slot in self.last_uses:
-            slots[slot] = None
 
-    def _called(self, slots: Slots, args: list[Getter], kwargs: dict[str, Getter]) -> Any:
+    def _failed(self, error: Exception) -> ModelCall | None:
+        """The call that raised an error, by its line."""
+        trace = error.__traceback__
+        while trace is not None:
+            line = trace.tb_lineno - 3
+            if trace.tb_frame.f_code.co_filename == self._file and 0 <= line < len(self._calls):
+                return self._calls[line]
+            trace = trace.tb_next
+        return None
+
+    def _last_uses(self, wanted: _Wanted) -> list[list[int]]:
+        """For each call, the values that nothing needs after it, so that their memory is free early."""
+        needed = set(wanted.given)
+        unused: list[list[int]] = []
+        for call in reversed(self._calls):
+            own = call.refs() | {value for value in call.results if value is not None}
+            unused.append(sorted(own - needed))
+            needed |= own
+        return unused[::-1]
+
+    def _line(self, call: ModelCall) -> str:
+        target = self._named(call.target)
+        line = f"{target}({self._arguments(call.args, call.kwargs)})"
+        if call.in_evaluation is not None:
+            line = f"{line} if training else {target}({self._arguments(*call.in_evaluation)})"
+        if call.results:
+            names = ", ".join(f"v{value}" if value is not None else "_" for value in call.results)
+            line = f"{names} = {line}" if call.direct else f"{names}, = spread({line}, {self._named(call)})"
+        modes: list[str] = []
+        if not call.grad:
+            modes.append(f"{self._named(torch.no_grad)}()")
+        if call.autocast is not None:
+            enabled, dtype = call.autocast
+            modes.append(f"{self._named(torch.autocast)}('cpu', {self._named(dtype)}, {enabled})")
+        return f"with {', '.join(modes)}: {line}" if modes else line
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        spelled = [self._spelled(arg) for arg in args]
         if kwargs:
-            return self._target(*[get(slots) for get in args], **{name: get(slots) for name, get in kwargs.items()})
-        return self._target(*[get(slots) for get in args])
+            spelled.append(f"**{self._spelled(kwargs)}")
+        return ", ".join(spelled)
 
-    def _modes(self) -> AbstractContextManager[Any]:
-        modes = ExitStack()
-        modes.enter_context(nullcontext() if self._call.grad else torch.no_grad())
-        if self._call.autocast is not None:
-            enabled, dtype = self._call.autocast
-            modes.enter_context(torch.autocast("cpu", dtype, enabled=enabled))
-        return modes
+    def _spelled(self, argument: Any) -> str:
+        """A Python expression for an argument."""
+        if isinstance(argument, Ref):
+            return f"v{argument.number}"
+        if isinstance(argument, OwnTensor):
+            parent, _, name = argument.path.rpartition(".")
+            return f"getattr({self._named(self._model.get_submodule(parent))}, {name!r})"
+        if not any(isinstance(leaf, (Ref, OwnTensor)) for leaf in leaves(argument)):
+            return self._named(argument)
+        if type(argument) in (tuple, list):
+            inner = "".join(f"{self._spelled(part)}, " for part in argument)
+            return f"({inner})" if isinstance(argument, tuple) else f"[{inner}]"
+        if type(argument) is dict:
+            items = cast("dict[Any, Any]", argument).items()
+            return "{" + ", ".join(f"{self._named(key)}: {self._spelled(part)}" for key, part in items) + "}"
+        if type(argument) is slice:
+            parts = (argument.start, argument.stop, argument.step)
+            return f"slice({', '.join(self._spelled(part) for part in parts)})"
+        inner = ", ".join(self._spelled(leaf) for leaf in leaves(argument))
+        return f"rebuilt({self._named(argument)}, [{inner}])"
+
+    def _named(self, value: Any) -> str:
+        """A name that stands for a value in the function."""
+        name = f"c{len(self._names)}"
+        self._names[name] = value
+        return name
 
 
-def _keywords(kwargs: dict[str, Any], getter: Callable[[Any], Getter]) -> dict[str, Getter]:
-    return {name: getter(value) for name, value in kwargs.items()}
+def _spread(result: Any, call: ModelCall) -> Sequence[Any]:
+    """The parts of a result that has several, or may be more than a tensor."""
+    parts = (result,) if isinstance(result, Tensor) else flat(result)
+    if len(parts) != len(call.results):
+        raise TaskError(_other_results(call, len(parts)))
+    return parts
 
 
-def _getter(argument: Any, program: _Program, model: nn.Module) -> Getter:
-    """A function from the slots to the argument."""
-    if isinstance(argument, Ref):
-        slot = program.slot(argument.number)
-        return lambda slots: slots[slot]
-    if isinstance(argument, OwnTensor):
-        parent, _, name = argument.path.rpartition(".")
-        owner = model.get_submodule(parent)
-        return lambda _: getattr(owner, name)
-    if not any(isinstance(leaf, (Ref, OwnTensor)) for leaf in leaves(argument)):
-        return lambda _: argument
-    if type(argument) in (tuple, list):
-        kind, getters = type(argument), [_getter(part, program, model) for part in argument]
-        return lambda slots: kind([get(slots) for get in getters])
-
-    def build(slots: Slots) -> Any:
-        return mapped(
-            argument,
-            lambda leaf: _getter(leaf, program, model)(slots) if isinstance(leaf, (Ref, OwnTensor)) else leaf,
-        )
-
-    return build
+def _rebuilt(structure: Any, parts: Sequence[Any]) -> Any:
+    """A structure with other leaves."""
+    following = iter(parts)
+    return mapped(structure, lambda _: next(following))
 
 
 def _other_results(call: ModelCall, count: int) -> str:
     name = getattr(call.target, "__name__", type(call.target).__name__)
     return (
         f"{name} at {call.place} returned {count} values, and {len(call.results)} for the batch on which the model was "
-        f"captured, so other calls would be needed. Put that code into a module that is kept whole (a module without "
-        f"modules of its own, or one named in `kept`), or use batches of one size."
+        f"captured, so other calls would be needed. Put that code into {WHOLE}, or use batches of one size."
     )

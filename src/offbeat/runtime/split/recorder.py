@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from offbeat.errors import TaskError
 from offbeat.runtime.split.graph import ModelCall, Ref, flat, leaves, mapped
-from offbeat.runtime.split.sizes import SizeCheck, TracedFloat, TracedInt, plain
+from offbeat.runtime.split.sizes import WHOLE, SizeCheck, TracedFloat, TracedInt, plain
 from offbeat.runtime.split.values import KnownValues, place
 
 _OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
@@ -75,7 +75,8 @@ class CallRecorder(TorchFunctionMode):
         self._checks: set[tuple[Any, ...]] = set()
         self._stack: list[str] = []
         self._paused = False
-        self._autocast = _autocast()
+        self.autocasts = 0
+        """How many `torch.autocast` blocks of the model's own the code is in."""
 
     def give(self, leaf: Tensor) -> Ref:
         """A parameter, buffer or constant that the model returns, as a value."""
@@ -178,7 +179,8 @@ class CallRecorder(TorchFunctionMode):
         numbers = self._results(results, from_data or random_now or own)
         pure = not (from_data or random_now or own or changed)
         starts = any(self.known.is_parameter(tensor) for tensor in tensors)
-        self._add(func, references[0], references[1], numbers, pure=pure, starts=starts)
+        direct = isinstance(result, Tensor)
+        self._add(func, references[0], references[1], numbers, direct=direct, pure=pure, starts=starts)
         self.mutations += [(len(self.calls) - 1, address(tensor)) for tensor in changed]
         return result
 
@@ -212,12 +214,12 @@ class CallRecorder(TorchFunctionMode):
         kwargs: dict[str, Any],
         results: tuple[int | None, ...],
         *,
+        direct: bool = True,
         name: str | None = None,
         pure: bool = False,
         starts: bool = False,
     ) -> None:
         """Record a call whose arguments are references already."""
-        autocast = _autocast()
         self.calls.append(
             ModelCall(
                 name if name is not None else (self._stack[-1] if self._stack else ""),
@@ -225,8 +227,9 @@ class CallRecorder(TorchFunctionMode):
                 args,
                 kwargs,
                 results,
+                direct=direct,
                 grad=torch.is_grad_enabled(),
-                autocast=autocast if autocast != self._autocast else None,
+                autocast=_autocast() if self.autocasts else None,
                 starts_layer=starts,
                 place=place(),
             )
@@ -264,7 +267,8 @@ class CallRecorder(TorchFunctionMode):
                 results = flat(result)
                 if all(leaf is None or isinstance(leaf, Tensor) for leaf in results):
                     numbers = self._results(results, True)
-                    self._add(module, references[0], references[1], numbers, name=path, starts=True)
+                    direct = isinstance(result, Tensor)
+                    self._add(module, references[0], references[1], numbers, direct=direct, name=path, starts=True)
                     self.mutations += [(len(self.calls) - 1, address(tensor)) for tensor in tensors.changed()]
                     return result
                 if path in self._kept:
@@ -302,7 +306,9 @@ def recording(recorder: CallRecorder) -> Generator[None]:
     """While it lasts, modules and functions that this thread calls are recorded."""
     thread = threading.get_ident()
     module_type, function_type = cast("Any", nn.Module), cast("Any", torch.autograd.Function)
+    autocast_type = cast("Any", torch.autocast)
     call, apply = module_type.__call__, function_type.__dict__["apply"]
+    enter, leave = autocast_type.__enter__, autocast_type.__exit__
 
     def traced_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
@@ -315,14 +321,24 @@ def recording(recorder: CallRecorder) -> Generator[None]:
             return run(*args, **kwargs)
         return recorder.call_autograd(run, function, args, kwargs)
 
+    def traced_enter(autocast: Any) -> Any:
+        recorder.autocasts += threading.get_ident() == thread
+        return enter(autocast)
+
+    def traced_leave(autocast: Any, *error: Any) -> Any:
+        recorder.autocasts -= threading.get_ident() == thread
+        return leave(autocast, *error)
+
     module_type.__call__ = traced_call
     function_type.apply = classmethod(traced_apply)
+    autocast_type.__enter__, autocast_type.__exit__ = traced_enter, traced_leave
     try:
         with recorder:
             yield
     finally:
         module_type.__call__ = call
         function_type.apply = apply
+        autocast_type.__enter__, autocast_type.__exit__ = enter, leave
 
 
 def address(tensor: Tensor) -> int:
@@ -343,14 +359,13 @@ def _refuse_reading(name: str, path: str) -> NoReturn:
     raise DataDependentError(
         f"{place()}{f' (in {path})' if path else ''} {what.get(name, f'takes out of torch (by {name})')} a tensor "
         f"that depends on the data, so another batch may need other calls, and the model cannot be captured. Compute "
-        f"it with tensors only (torch.where in place of `if`), or put that code into a module that is kept whole: a "
-        f"module without modules of its own, or one named in `kept`."
+        f"it with tensors only (torch.where in place of `if`), or put that code into {WHOLE}."
     )
 
 
 def _not_tensors(path: str, results: Sequence[Any]) -> str:
     kinds = sorted({type(leaf).__name__ for leaf in results if leaf is not None and not isinstance(leaf, Tensor)})
     return (
-        f"Module {path} is to be kept whole, and returns {' and '.join(kinds)}, which cannot cross a cut: only tensors "
-        f"can. Let it return tensors, alone or in tuples, lists and dictionaries, or do not keep it."
+        f"Module {path} is to be run as a whole, and returns {' and '.join(kinds)}, which cannot cross a cut: only "
+        f"tensors can. Let it return tensors, alone or in tuples, lists and dictionaries."
     )

@@ -13,6 +13,9 @@ import torch
 
 from offbeat.errors import TaskError
 
+WHOLE = "a module without modules of its own, or into one that Task.stages(model) returns (their code may do anything)"
+"""Where code belongs that cannot be recorded."""
+
 
 @dataclass
 class SizeCheck:
@@ -40,8 +43,7 @@ class SizeCheck:
         raise TaskError(
             f"{self.place} depends on the size of the batch: {getattr(self.operation, '__name__', 'a decision')} "
             f"was {self.expected!r} for the batch on which the model was captured, and is {decided!r} for this one, so "
-            f"other calls would be needed. Put that code into a module that is kept whole (a module without modules of "
-            f"its own, or one named in `kept`), or use batches of one size."
+            f"other calls would be needed. Put that code into {WHOLE}, or use batches of one size."
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from offbeat.errors import TaskError
 from offbeat.runtime.split.graph import Graph, copied, leaves, mapped
 from offbeat.runtime.split.parts import StagePart, assemble
-from offbeat.runtime.split.sizes import SizeCheck
+from offbeat.runtime.split.sizes import WHOLE, SizeCheck
 
 
 def verify(graph: Graph, run: Callable[..., Any], inputs: tuple[Any, ...]) -> None:
@@ -94,5 +94,5 @@ def _differs(graph: Graph, rows: int | None) -> str:
     return (
         f"The calls that {kind} made while it was captured give another result than {kind} itself on {where}. It may "
         f"take random decisions outside of torch, keep something from one call to the next, or read sizes in a way "
-        f"that cannot be seen (such as through numpy). Name the module that does so in `kept`, which keeps it whole."
+        f"that cannot be seen (such as through numpy). Put the code that does so into {WHOLE}."
     )
