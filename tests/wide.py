@@ -17,6 +17,7 @@ _PATTERNS = (
     r"chaos/mutated_messages\.py::.*\[1000000\]",
     r"chaos/torchs_own\.py::.*-all\]",
     r"test_contracts\.py::.*\[(coded-4|elastic\(period=2,asynchronous=False\)-3)-(?!exact|uneven)",
+    r"test_contracts\.py::.*\[(pipeline|tensor)\(2\)-2-(?!exact:_workers|uneven|a_(crash|killed)|deterministic:_a_resumed)",
     r"test_contracts\.py::.*\[(ddp-2|single-1)-(?!exact|uneven|a_crash|success)",
     r"test_contracts\.py::.*\[allreduce\(shard=gradients\)-3-(?!exact:_workers|uneven|deterministic:_a_resumed)",
     r"test_sharding\.py::test_twenty.*(\[mlp(_half)?-|\[text(_half)?-|-zero1-|-zero2-2-True|-3-)",

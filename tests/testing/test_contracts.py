@@ -27,6 +27,8 @@ WORLDS = [
     ("allreduce(shard=optimizer)", 2),
     ("allreduce(shard=gradients)", 3),
     ("local(4)", 2),
+    ("pipeline(2)", 2),
+    ("tensor(2)", 2),
     ("allreduce + accumulate(3) + topk(0.1) + quantize(4, stochastic=True)", 2),
 ]
 INTERRUPTED = [INSTEAD["allreduce"], INSTEAD["server"]]
@@ -85,6 +87,10 @@ def _demands(text: str) -> int:
         return (
             8 if "asynchronous" in text else 11
         )  # Replicas differ; without a beat there is chance, and a death ends nothing.
+    if name == "pipeline":
+        return 12  # No worker has a replica of its own, and where the model is cut is measured.
+    if name == "tensor":
+        return 14  # No worker has a replica of its own.
     if name == "local":
         return 12  # Several steps alone are not one step on the joined batch.
     if combined(parse(text)).compressions:

@@ -41,8 +41,10 @@ class CurveTask(Task):
 
     def model(self) -> nn.Module:
         """Two layers; the same on all workers, by the seed."""
-        note(Path(self.folder) / f"pid-{self._rank}", str(os.getpid()))
-        return nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+        if "RANK" in os.environ:  # The launcher may look at a model, too.
+            note(Path(self.folder) / f"pid-{self._rank}", str(os.getpid()))
+        self._model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+        return self._model
 
     def data(self) -> Data:
         """The same points for training, validation and test: only the arithmetic matters."""
@@ -56,13 +58,17 @@ class CurveTask(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The squared error; writes a fingerprint of the replica first, and fails when due."""
-        self._steps += 1
-        note(Path(self.folder) / f"replica-{self._rank}", fingerprint(model))
-        if self.pause:
-            time.sleep(self.pause)
-        factor = self._fault() if self._rank == self.fault_rank and self._steps == self.fault_step else 1.0
+        factor = self._begin_step()
         inputs, target = batch
         return nn.functional.mse_loss(model(inputs), target) * factor
+
+    def _begin_step(self) -> float:
+        """Write a fingerprint of the replica, and fail when due; returns what to multiply the loss by."""
+        self._steps += 1
+        note(Path(self.folder) / f"replica-{self._rank}", fingerprint(self._model))
+        if self.pause:
+            time.sleep(self.pause)
+        return self._fault() if self._rank == self.fault_rank and self._steps == self.fault_step else 1.0
 
     def _fault(self) -> float:
         if self.fault == "raise":
@@ -75,6 +81,27 @@ class CurveTask(Task):
         """The negated squared error."""
         errors = [(nn.functional.mse_loss(model(x), y, reduction="sum"), len(x)) for x, y in data]
         return -float(sum(e for e, _ in errors)) / sum(n for _, n in errors)
+
+
+class SplitCurveTask(CurveTask):
+    """The same for strategies that take the model apart: the loss is a criterion, and steps end in the optimizer."""
+
+    loss = Task.loss
+
+    def criterion(self, output: Tensor, target: Tensor) -> Tensor:
+        """The squared error; NaN, when due, whichever worker computes it."""
+        due = self.fault == "nan" and self._steps + 1 == self.fault_step
+        return nn.functional.mse_loss(output, target) * (float("nan") if due else 1.0)
+
+    def optimizer(self, params: Iterable[Parameter]) -> Optimizer:
+        """The same, with a step that every worker makes, whatever it holds of the model."""
+        optimizer = super().optimizer(params)
+
+        def before(*_: Any) -> None:
+            self._begin_step()
+
+        optimizer.register_step_pre_hook(before)
+        return optimizer
 
 
 def curve(examples: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ class TensorParallel(Splitting):
 
     name = "tensor"
     level = 1
-    promises = Traits(synchronous=True, exact=True, deterministic=True)
+    promises = Traits(synchronous=True, exact=True, deterministic=True, splits_model=True)
     examples = ("tensor(2)", "allreduce + tensor(2)", "allreduce + accumulate(2) + tensor(2)")
     first_alone = True
     _ranges = (("ways", lambda ways: ways >= 2, "a replica on one worker is not split"),)
