@@ -87,7 +87,7 @@ def test_a_section_wins_over_the_top_and_groups_over_all_commands(offbeat_: Offb
     assert settings(offbeat_, "bench.collectives")["size"] == ("1MB", "offbeat.toml")
     check = settings(offbeat_, "check")
     assert (check["workers"][0], check["seed"][0]) == (None, 5), "it refuses options that do not apply to its subject"
-    assert settings(offbeat_, "draw")["size"] == ("100MB", "default")
+    assert settings(offbeat_, "draw")["size"] == (None, "default"), "the default follows from what is drawn"
 
 
 def test_a_run_uses_them_and_the_command_line_wins(offbeat_: Offbeat, tmp_path: Path) -> None:

@@ -82,8 +82,8 @@ def test_forward_backward_and_chunks_look_different_and_show_their_microbatch(of
     assert "with equal stages and free messages it would be 15.8% (interleaved, 8 microbatches)" in said.out
     root = ElementTree.parse(tmp_path / "pipe.svg").getroot()  # noqa: S314 - our own file
     space = "{http://www.w3.org/2000/svg}"
-    looks = [each.get("class") for each in root.iter(f"{space}rect")]
-    legend = {"forward": 1, "backward": 1, "later forward": 0, "later backward": 0}
+    looks = [each.get("class") for each in root.iter()]
+    legend = {"forward": 1, "backward": 1, "later-forward": 0, "later-backward": 0}
     assert {look: looks.count(look) - extra for look, extra in legend.items()} == dict.fromkeys(legend, 32)
     words = [each.text for each in root.iter(f"{space}text")]
     for expected in ("0a", "7b", "stage 3", "forward", "backward", "idles"):
