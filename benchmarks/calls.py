@@ -3,8 +3,7 @@
 Claims, on one machine: 4 KiB take at most 3 times as long as with MPICH, or 8 us, on 2 ranks, and 1.5 times as long,
 or 40 us, on 4 ranks that share 2 cores; from 256 KiB up no call is slower than MPICH's, and over these sizes and calls
 they are at least 1.2 times as fast; none is slower than Gloo's at any size. Two-way streams of 1 MiB messages reach 0.7
-of the rate of a plain copy. A step of synchronous ring gossip with the ten-million-parameter MLP on 4 workers takes at
-most 0.6 of its time over Gloo's messages. Times of calls between the measured sizes are predicted from the schedules.
+of the rate of a plain copy. Times of calls between the measured sizes are predicted from the schedules.
 
 Rules as in `collectives.py`: every result verified, the slowest rank's time, one thread per rank, peers in turn within
 a block, a second Gloo for the noise, blocks of several launches. A size is that of a rank's longest tensor. `send` is
@@ -16,30 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
-from torch.nn.functional import cross_entropy
-from torch.optim import SGD
 
 from collectives import AGAIN, GLOO, LARGE, MPI, PEERS, RESULTS, Bar, faster, predicted
 from offbeat.bench import CALLS, Measured, Spread, described, geometric_mean, measured, ratio, table, why_no_mpi
 from offbeat.protocols.collectives import Collective, algorithm
-from offbeat.runtime.backend._point_to_point import GlooMessages
-from offbeat.runtime.groups.group import DirectGroup
-from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
-from offbeat.runtime.run.rank_environment import where
-from offbeat.runtime.run.stopwatch import Stopwatch
-from offbeat.strategies import Exchanging, parse
-from offbeat.strategies.worker.capabilities import OptimizerHooks
-from offbeat.strategies.worker.exchange import adopt
-from training import TIMEOUT, mlp
 
 MIDDLE = 4 << 20
 SIZES = (4096, 256 << 10, MIDDLE, LARGE)
@@ -96,70 +80,6 @@ def stream_bar(console: Console, blocks: int, launches: int) -> tuple[Measured, 
     return found, Bar("2 ranks, two-way stream of 1 MiB messages: rate / plain copy", rate, at_least=0.7)
 
 
-def gossip_step(over_gloo: bool) -> Callable[[], None]:
-    """A training step of this worker with ring gossip, which mixes in shared memory or by messages over Gloo."""
-    group = DirectGroup(where(), TIMEOUT, torch.device("cpu"))
-    backend: Any = group.process_group
-    if over_gloo:
-        backend._messages = GlooMessages(backend._gloo, backend._stock, group.rank, range(group.size), None)
-        backend.local = None  # So models are sent to the neighbours.
-    torch.manual_seed(0)
-    model = mlp()
-    optimizer = SGD(model.parameters(), lr=1e-3)
-    exchange = cast("Exchanging", parse("gossip(ring)")).connect(group, Stopwatch())
-    adopt(exchange, model)
-    assert isinstance(exchange, OptimizerHooks)
-    exchange.attend(optimizer)
-    exchange.weigh(16, 16 * group.size)
-    inputs, target = torch.randn(16, 784), torch.randint(0, 10, (16,))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        cross_entropy(model(inputs), target).backward()
-        optimizer.step()
-
-    return step
-
-
-def gossiping(config: Mapping[str, Any], control: Control) -> None:
-    """One worker: blocks of steps of both kinds, and of the first kind again, in turn."""
-    steps = [gossip_step(over_gloo) for over_gloo in (False, True, False)]
-    for block in range(-2, config["blocks"]):
-        for kind, step in enumerate(steps):
-            start = time.perf_counter()
-            for _ in range(2):
-                step()
-            if block >= 0:
-                control.send({"kind": kind, "block": block, "seconds": (time.perf_counter() - start) / 2})
-
-
-def gossip_bar(blocks: int) -> tuple[dict[str, Any], Bar]:
-    """Steps of 4 workers that mix with their neighbours, against the same over Gloo's messages."""
-    times: dict[tuple[int, int], float] = {}
-
-    def heard(_: Role, message: Mapping[str, Any]) -> None:
-        place = message["kind"], message["block"]
-        times[place] = max(times.get(place, 0.0), message["seconds"])
-
-    with Launcher() as launcher, tempfile.TemporaryDirectory() as folder:
-        store = serve_store()
-        roles = [
-            Role(
-                *("worker", rank, f"{Path(__file__).stem}:gossiping", {"blocks": blocks}),
-                *(worker_environment(rank, 4, store.port), Path(folder) / f"{rank}.log"),
-                threads=1,
-            )
-            for rank in range(4)
-        ]
-        launcher.run(roles, on_message=heard)
-    ours, gloo, again = ([times[kind, block] for block in range(blocks)] for kind in range(3))
-    found = {
-        "milliseconds, ours and over gloo": [1e3 * float(np.median(each)) for each in (ours, gloo)],
-        "ours again / ours (noise)": ratio(again, ours).plain(),
-    }
-    return found, Bar("4 workers, gossip(ring), mlp: step / over gloo's messages", ratio(ours, gloo), at_most=0.6)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=8, help="of each launch")
@@ -183,8 +103,7 @@ def main() -> None:
             bars += bars_for(found[-1])
         bars.append(overall(found, ranks))
     stream, bar = stream_bar(console, options.blocks, options.launches)
-    gossip, mixing = gossip_bar(options.blocks * options.launches)
-    bars += [bar, mixing]
+    bars.append(bar)
     results = [described(each, PEERS, options.blocks * options.launches) | prediction(each) for each in found]
     results.append(described(stream, ["offbeat", GLOO, "copy"], options.blocks * options.launches))
     for each in bars:
@@ -196,7 +115,6 @@ def main() -> None:
         "environment": results[0]["environment"],
         "bars": [each.plain() for each in bars],
         "results": results,
-        "gossip": gossip,
     }
     options.out.write_text(json.dumps(stored, indent=2) + "\n")
     if not holds:
