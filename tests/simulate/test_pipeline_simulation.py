@@ -13,7 +13,7 @@ from offbeat.protocols.pipelines.orders import PipelineKind
 from offbeat.protocols.pipelines.plan import PartEdge, PartSeconds, PipelinePlan
 from offbeat.simulate.machines import Kill, LossyNetwork, Stop
 from offbeat.simulate.network import Link, Network
-from offbeat.simulate.pipelines import predicted_pipeline_step
+from offbeat.simulate.pipelines import LinkCost, StagedStep, predicted_pipeline_step
 from offbeat.simulate.stage_faults import StageEnd, play_faults, stage_name
 
 DEADLINE = 5.0
@@ -67,6 +67,8 @@ def test_random_kills_and_stops_end_every_stage_with_the_name_of_a_missing_one(s
             assert end.at <= max(end.waited_since + DEADLINE, resumed) + 1e-9
             assert stage == victim or end.at <= at + 2 * step + DEADLINE, "nobody waits for more than one deadline"
             assert stage == victim or victim in blamed(ends, stage)
+            if kills and plan.chunks == 1:
+                assert end.missing == stage + (1 if victim > stage else -1), "its neighbour towards the killed one"
     assert harmed >= 5
     assert finished >= 2
 
@@ -75,7 +77,7 @@ def test_a_killed_stage_is_where_all_names_lead() -> None:
     plan = PipelinePlan(PipelineKind.ONE_F_ONE_B, 4, 8, seconds=(PartSeconds(0.01, 0.02),) * 4)
     ends = play(plan, [Kill(stage_name(2), 0.1)])
     assert ends[2] is None
-    assert [blamed(ends, stage)[-1] for stage in (0, 1, 3)] == [2, 2, 2]
+    assert [blamed(ends, stage) for stage in (0, 1, 3)] == [[1, 2], [2], [2]]
     assert all(end is None or end.at < 0.4 + DEADLINE for end in ends.values())
 
 
@@ -118,3 +120,26 @@ def test_a_slow_stage_and_slow_links_between_hosts_show_in_the_prediction() -> N
     costs[1] = PartSeconds(0.02, 0.04)
     slow = PipelinePlan(PipelineKind.GPIPE, 4, 8, edges=edges, seconds=tuple(costs))
     assert predicted_pipeline_step(slow, network).seconds == pytest.approx(near + 8 * 0.03)
+
+
+def test_a_step_has_its_bubbles_its_messages_what_stages_do_besides_and_their_exchange() -> None:
+    def seconds(outside: tuple[float, ...] = (), exchanging: tuple[float, ...] = (), latency: float = 0.0) -> float:
+        step = StagedStep(
+            kind=PipelineKind.ONE_F_ONE_B,
+            microbatches=8,
+            chunks=1,
+            parts=(PartSeconds(1.0, 2.0),) * 4,
+            edges=tuple(PartEdge(part, part + 1, 100) for part in range(3)),
+            hosts=(0, 0, 1, 1),
+            inside=LinkCost(),
+            between=LinkCost(latency),
+            outside=outside,
+            exchanging=exchanging,
+        )
+        return step.prediction().seconds
+
+    assert seconds() == pytest.approx((8 + 4 - 1) * 3)
+    assert seconds(outside=(5.0, 0.0, 0.0, 0.0)) == pytest.approx(33 + 5), "stage 0 is the last to end"
+    assert seconds(outside=(0.0, 0.0, 0.0, 5.0)) < 33 + 5, "stage 3 ends earlier"
+    assert seconds(exchanging=(1.0, 4.0, 1.0, 1.0)) == pytest.approx(33 + 4)
+    assert seconds(latency=0.5) >= 33 + 2 * 0.5, "a first microbatch crosses between hosts, and its gradient back"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
 
 from offbeat.errors import UsageError
+from offbeat.protocols.checker import cost
 from offbeat.protocols.pipelines.formulas import bubble_share
-from offbeat.protocols.pipelines.orders import Action, Work
-from offbeat.protocols.pipelines.plan import Crossing, PipelinePlan
-from offbeat.protocols.pipelines.rounds import rounds
+from offbeat.protocols.pipelines.orders import Action, PipelineKind, Work
+from offbeat.protocols.pipelines.plan import Crossing, Message, PartEdge, PartSeconds, PipelinePlan, TiedWeights
+from offbeat.protocols.pipelines.rounds import StepEnd, rounds
 from offbeat.protocols.schedule import Op
-from offbeat.simulate.network import Network
+from offbeat.simulate.network import Link, Network
 from offbeat.simulate.schedules import Activity, Interval, Trace, finish_times, trace
 from offbeat.simulate.timeline import RoundSummary, Timeline, summaries
 
@@ -23,6 +25,13 @@ _ACTIVITIES = {
     Work.INPUT_GRADIENT: Activity.BACKWARD,
     Work.WEIGHT_GRADIENT: Activity.WEIGHTS,
 }
+
+
+class LinkCost(NamedTuple):
+    """What a message costs."""
+
+    latency: float = 0.0  # Seconds, whatever its size.
+    per_byte: float = 0.0  # Seconds.
 
 
 class PipelinePrediction(Struct, frozen=True):
@@ -35,6 +44,63 @@ class PipelinePrediction(Struct, frozen=True):
     def idle(self) -> tuple[float, ...]:
         """For each stage the share of the step in which it does not compute: bubbles, and waits for messages."""
         return tuple(1 - own / self.seconds if self.seconds else 0.0 for own in self.computing)
+
+
+class StagedStep(Struct, frozen=True, kw_only=True):
+    """A step of a pipeline and of what comes with it, by measured costs."""
+
+    kind: PipelineKind
+    microbatches: int
+    chunks: int
+    parts: tuple[PartSeconds, ...]  # Seconds of each part for a microbatch.
+    edges: tuple[PartEdge, ...]  # What crosses between parts.
+    hosts: tuple[int, ...]  # The host of each stage.
+    inside: LinkCost  # Of messages between stages on one host.
+    between: LinkCost  # Of messages between stages on different hosts.
+    tied: tuple[TiedWeights, ...] = ()  # Parameters that several stages use.
+    outside: tuple[float, ...] = ()  # Seconds of each stage's own work besides its parts, such as its optimizer's.
+    exchanging: tuple[float, ...] = ()  # Seconds in which each stage sums its gradients with those of other replicas.
+    batches: float = 1.0  # Batches of a step: several if gradients are accumulated.
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.hosts)
+
+    @property
+    def plan(self) -> PipelinePlan:
+        """The pipeline with its seconds and bytes."""
+        numbers = self.kind, self.stages, self.microbatches, self.chunks
+        return PipelinePlan(*numbers, self.edges, self.parts, tied=self.tied, tells_loss=True)
+
+    @property
+    def network(self) -> Network:
+        """The links."""
+        return Network(Link(*self.between), Link(*self.inside))
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes that the stages of a replica send each other in a step."""
+        plan = self.plan
+        return round(self.batches * int(cost(rounds(plan), plan.view(), plan.layout).bytes_sent.sum()))
+
+    def prediction(self) -> PipelinePrediction:
+        """What a step takes."""
+        one = predicted_pipeline_step(self.plan, self.network, self.hosts, self.outside)
+        computing = tuple(self.batches * each for each in one.computing)
+        return PipelinePrediction(self.batches * one.seconds + max(self.exchanging, default=0.0), computing)
+
+
+def peak_activations(plan: PipelinePlan, stage: int, nbytes: Sequence[int]) -> int:
+    """Bytes that a stage keeps for backward at its worst moment, from those that each part keeps for a microbatch."""
+    held = most = 0
+    for action in plan.orders[stage]:
+        if action.work is Work.FORWARD:
+            held += nbytes[plan.part_of(stage, action)]
+        elif action.work is not Work.INPUT_GRADIENT:  # Until the last gradient is computed.
+            held -= nbytes[plan.part_of(stage, action)]
+        most = max(most, held)
+    return most
 
 
 def predicted_pipeline_step(
@@ -83,7 +149,7 @@ def _delay(plan: PipelinePlan, network: Network, hosts: Sequence[int] | None) ->
 
     def delay(value: Crossing) -> float:
         start, stop = plan.extent(value)
-        source, target = plan.stage_of(value.producer), plan.stage_of(value.consumer)
+        source, target = plan.ends(value)
         link = network.inside if hosts is None or hosts[source] == hosts[target] else network.between
         return link.alpha + link.beta * (stop - start)
 
@@ -93,7 +159,7 @@ def _delay(plan: PipelinePlan, network: Network, hosts: Sequence[int] | None) ->
 def _described(played: Trace, plan: PipelinePlan) -> Iterator[RoundSummary]:
     for each in summaries(played, plan.layout):
         what = played.rounds[each.number].what
-        yield each._replace(what=what.brief if isinstance(what, Action | Crossing) else "")
+        yield each._replace(what=what.brief if isinstance(what, Action | StepEnd | Message) else "")
 
 
 def _work(plan: PipelinePlan, played: Trace) -> Iterator[Interval]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from offbeat.protocols.machine import Effect, Event, Name, Payload, Received, Send, SetTimer, Timer
-from offbeat.protocols.pipelines.plan import Crossing, PipelinePlan
-from offbeat.protocols.pipelines.rounds import ComputeStep, PipelineStep, SendStep, program, rounds
+from offbeat.protocols.pipelines.plan import Message, PipelinePlan
+from offbeat.protocols.pipelines.rounds import ComputeStep, EndStep, PipelineStep, SendStep, program, rounds
 from offbeat.simulate.machines import Kill, LossyNetwork, Simulation, Stop
 
 FOREVER = 1e9
@@ -24,7 +24,7 @@ FOREVER = 1e9
 class CarriedValue(Struct, frozen=True):
     """A value on its way."""
 
-    value: Crossing
+    value: Message
 
 
 class StageEnd(Struct, frozen=True):
@@ -54,7 +54,7 @@ class StageMachine:
         self.name: Name = stage_name(self.stage)
         self.end: StageEnd | None = None
         self._place = 0
-        self._came: set[Crossing] = set()
+        self._came: set[Message] = set()
         self._waits_since: float | None = None
 
     def begin(self, now: float) -> Sequence[Effect]:
@@ -73,23 +73,26 @@ class StageMachine:
                 self._place += 1
                 return self._go_on(now)
             case Timer(("waited", place)) if place == self._place and self._waits_since is not None:
-                self.end = StageEnd(now, self._waits_since, self.plan.stage_of(self._lacking()[0].producer))
+                self.end = StageEnd(now, self._waits_since, self.plan.ends(self._lacking()[0])[0])
             case _:
                 pass
         return ()
 
-    def _lacking(self) -> list[Crossing]:
+    def _lacking(self) -> list[Message]:
         step = self.steps[self._place]
-        return [value for value in step.uses if value not in self._came] if isinstance(step, ComputeStep) else []
+        return (
+            [value for value in step.uses if value not in self._came] if isinstance(step, ComputeStep | EndStep) else []
+        )
 
     def _go_on(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
         while self._place < len(self.steps):
             step = self.steps[self._place]
-            if isinstance(step, ComputeStep):
+            if isinstance(step, ComputeStep | EndStep):
                 if not self._lacking():
                     self._waits_since = None
-                    effects.append(SetTimer(self.plan.takes(self.stage, step.action), ("computed", self._place)))
+                    seconds = self.plan.takes(self.stage, step.action) if isinstance(step, ComputeStep) else 0.0
+                    effects.append(SetTimer(seconds, ("computed", self._place)))
                 elif self._waits_since is None:
                     self._waits_since = now
                     effects.append(SetTimer(self.deadline, ("waited", self._place)))

@@ -14,7 +14,16 @@ from offbeat.protocols.checker import cost
 from offbeat.protocols.pipelines.checker import check_pipeline
 from offbeat.protocols.pipelines.formulas import bubble_share, most_in_flight
 from offbeat.protocols.pipelines.orders import Action, PipelineKind, Work, orders
-from offbeat.protocols.pipelines.plan import Crossing, PartEdge, PartSeconds, PipelinePlan
+from offbeat.protocols.pipelines.plan import (
+    LOSS_BYTES,
+    Crossing,
+    LossMessage,
+    PartEdge,
+    PartSeconds,
+    PipelinePlan,
+    TiedGradient,
+    TiedWeights,
+)
 from offbeat.protocols.pipelines.rounds import ComputeStep, ReceiveStep, SendStep, program, rounds, schedule
 from offbeat.protocols.schedule import Op, Round
 from offbeat.simulate.network import Link, Network
@@ -47,9 +56,10 @@ def prove(stages: int, microbatches: range | tuple[int, ...]) -> int:
     """Check every schedule, and that stages hold exactly what the formula allows."""
     count = 0
     for kind, p, m, v in shapes(stages, microbatches):
-        report = check_pipeline(PipelinePlan(kind, p, m, v))
+        tied = (TiedWeights((0, p - 1)),) if p > 1 else ()
+        report = check_pipeline(PipelinePlan(kind, p, m, v, tells_loss=True, tied=tied))
         assert report.in_flight == tuple(most_in_flight(kind, stage, p, m, v) for stage in range(p)), (kind, p, m, v)
-        assert report.messages == 2 * m * (p * v - 1) * (p > 1)
+        assert report.messages == (2 * m * (p * v - 1) + p - 1 + 2) * (p > 1)
         count += 1
     return count
 
@@ -141,6 +151,27 @@ def test_a_value_that_several_parts_need_crosses_once_to_each_stage() -> None:
     assert Crossing(3, 1, 5) not in sent, "no gradient goes back"
     assert report.messages == 6 * (2 * 5 + 2 + 1)
     assert report.bytes_sent == 6 * (2 * 5 + 2 * 21 + 5)
+
+
+ENDING = {"tells_loss": True, "tied": (TiedWeights((0, 2), 400), TiedWeights((0, 1, 2), 24))}
+
+
+@pytest.mark.parametrize("kind", PipelineKind)
+def test_a_step_ends_with_the_loss_and_the_gradients_of_tied_weights_on_all_stages_that_need_them(
+    kind: PipelineKind,
+) -> None:
+    v = 2 if kind is PipelineKind.INTERLEAVED else 1
+    for m in (3, 9):
+        plain, plan = PipelinePlan(kind, 3, m, v), PipelinePlan(kind, 3, m, v, **ENDING)
+        assert check_pipeline(plan).messages == check_pipeline(plain).messages + 2 + 2 + 6
+        sent = (
+            cost(rounds(plan), plan.view(), plan.layout).bytes_sent
+            - cost(rounds(plain), plain.view(), plain.layout).bytes_sent
+        )
+        assert sent.tolist() == [400 + 2 * 24, 2 * 24, 2 * LOSS_BYTES + 400 + 2 * 24]
+        assert seconds_of(plan) == pytest.approx(seconds_of(plain)), "free messages take no time"
+    slow = Network.uniform(Link(0.5, 0))
+    assert seconds_of(plan, network=slow) > seconds_of(plain, network=slow), "the last stage waits for the others"
 
 
 def random_edges(parts: int, stages: int, chance: Random) -> tuple[PartEdge, ...]:
@@ -324,7 +355,43 @@ MESSAGES: dict[str, tuple[Callable[[list[Round]], list[Round]], str]] = {
 }
 
 
-def use_of(played: list[Round], value: Crossing) -> int:
+LOSS, TIED = LossMessage(1), TiedGradient(0, 0, 2)
+ENDS: dict[str, tuple[Callable[[list[Round]], list[Round]], str]] = {
+    "no loss": (lambda played: without(played, with_what(played, LOSS)), "loss, which nobody has sent"),
+    "no gradient": (lambda played: without(played, with_what(played, TIED)), "stage 0, which nobody has sent"),
+    "gradient twice": (lambda played: [*played, played[with_what(played, TIED)]], "repeats round"),
+    "loss too early": (lambda played: changed(played, with_what(played, LOSS), after=(0,)), "which computes it"),
+    "gradient too early": (
+        lambda played: changed(played, with_what(played, TIED), after=(0,)),
+        "does not come after round",
+    ),
+    "to another stage": (
+        lambda played: changed(played, with_what(played, TIED), target=np.array([1])),
+        "does not go from the value's stage to the one that uses it",
+    ),
+    "no end": (lambda played: without(played, use_of(played, LOSS)), "never (used|ends its step)"),
+    "not waited for": (
+        lambda played: changed(played, number := use_of(played, TIED), after=played[number].after[:1]),
+        "does not come after round",
+    ),
+    "computing after the end": (
+        lambda played: [*played, changed(played, 0, target=np.array([1]), source=np.array([1]))[0]],
+        "repeats round",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_wrong_end_of_a_step_is_refused(name: str) -> None:
+    change, words = ENDS[name]
+    plan = PipelinePlan(PipelineKind.ONE_F_ONE_B, 3, 6, **ENDING)
+    played = rounds(plan)
+    check_pipeline(plan, played)
+    with pytest.raises(ScheduleError, match=words):
+        check_pipeline(plan, change(played))
+
+
+def use_of(played: list[Round], value: object) -> int:
     """The computation that uses a value."""
     sent = with_what(played, value)
     return next(number for number, each in enumerate(played) if each.op is Op.COMPUTE and sent in each.after)

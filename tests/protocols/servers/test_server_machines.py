@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from server_mutants import (
     TakesWhateverComesAsNext,
     WakesOnlyTheExactMinimum,
 )
-from server_worlds import Gradient, Setting, Store, World, random_world
+from server_worlds import Gradient, Setting, Store, World, add_faults, random_world
 
 from offbeat.protocols.machine import Done, Effect, Ended, Name, Payload, Received, Send, Start, Timer
 from offbeat.protocols.servers.consistency import Rule
@@ -388,6 +389,23 @@ def test_a_run_without_disturbance_uses_every_gradient_once():
         assert len(world.primary(shard).used) == 3 * 5
     assert world.statuses == {"applied": 30}
     assert world.met[0].values == ((5.0,),) * 3
+
+
+@pytest.mark.parametrize("rule", [Rule(0), Rule(2), Rule(None)])
+def test_each_part_of_a_split_model_has_its_own_shards_and_clocks(rule: Rule):
+    setting = Setting(workers=6, shards=4, replicas=1, steps=5, parts_of=(0, 1, 1, 0, 0, 1), rule=rule)
+    workers = {0, 3, 4}, {1, 2, 5}
+    world = World(setting).run().check()
+    for shard in range(4):
+        part = shard // 2
+        assert {gradient.worker for gradient in world.primary(shard).used} == workers[part]
+        assert len(world.primary(shard).used) == 3 * 5
+    for seed in range(25):  # Servers die within what replicas allow, and workers as they like.
+        world = World(setting, seed)
+        add_faults(world, Random(seed))
+        world.run().check()
+        for shard in range(4):
+            assert {gradient.worker for gradient in world.primary(shard).used} <= workers[shard // 2]
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from offbeat.errors import ScheduleError
 from offbeat.protocols.pipelines.formulas import most_in_flight
 from offbeat.protocols.pipelines.orders import Action, Work
-from offbeat.protocols.pipelines.plan import Crossing, PipelinePlan
+from offbeat.protocols.pipelines.plan import Crossing, LossMessage, Message, PipelinePlan, TiedGradient
 from offbeat.protocols.pipelines.rounds import (
     AHEAD,
     ComputeStep,
+    EndStep,
     PipelineStep,
     ReceiveStep,
     SendStep,
+    StepEnd,
     own_lack,
     program,
     rounds,
@@ -59,12 +61,13 @@ class _Proof:
     def __init__(self, plan: PipelinePlan) -> None:
         self.plan = plan
         self.computed: dict[tuple[int, Action], int] = {}  # The round of each action of each stage.
-        self.sent: dict[Crossing, int] = {}
+        self.sent: dict[Message, int] = {}
         self.most = [0] * plan.stages
         self._what: list[object] = []
-        self._computes: dict[Crossing, int] = {}  # By value that was computed.
-        self._used: set[Crossing] = set()
+        self._computes: dict[Message, int] = {}  # By value that was computed.
+        self._used: set[Message] = set()
         self._last: dict[int, int] = {}
+        self._ended: set[int] = set()
         self._held = [0] * plan.stages
         self._done: set[tuple[int, Action]] = set()
 
@@ -80,7 +83,9 @@ class _Proof:
         source, target = int(each.source[0]), int(each.target[0])
         if isinstance(each.what, Action) and each.op is Op.COMPUTE and source == target:
             self._compute(number, target, each.what, each)
-        elif isinstance(each.what, Crossing) and each.op is Op.SEND:
+        elif isinstance(each.what, StepEnd) and each.op is Op.COMPUTE and source == target == each.what.stage:
+            self._end(number, target, each)
+        elif isinstance(each.what, Message) and each.op is Op.SEND:
             self._send(number, (source, target), each.what, each)
         else:
             raise ScheduleError(f"round {number} ({each.op}) of {each.what} is neither a computation nor a message")
@@ -96,26 +101,39 @@ class _Proof:
             raise ScheduleError(f"{where} repeats round {self.computed[key]}")
         if each.stream is not Stream.COMPUTE:
             raise ScheduleError(f"{where} is not on the stream of computations")
-        if stage in self._last and self._last[stage] not in each.after:
-            raise ScheduleError(
-                f"{where} does not come after round {self._last[stage]}, the stage's computation before"
-            )
+        self._follows(where, stage, each)
         lack = own_lack(action, stage, self._done)
         if lack is not None:
             raise ScheduleError(f"{where} comes before the {lack} of the same stage")
-        self._use(where, stage, action, each)
+        self._use(where, plan.needs(stage, action), each)
         for value in plan.gives(stage, action):
             self._computes[value] = number
+        if stage == plan.loss_stage and action == plan.last_loss:
+            self._computes |= {LossMessage(target): number for target in range(plan.stages)}
         self.computed[key] = self._last[stage] = number
         self._done.add(key)
         self._held[stage] += {Work.FORWARD: 1, Work.INPUT_GRADIENT: 0}.get(action.work, -1)
         self.most[stage] = max(self.most[stage], self._held[stage])
 
-    def _use(self, where: str, stage: int, action: Action, each: Round) -> None:
+    def _follows(self, where: str, stage: int, each: Round) -> None:
+        """It comes after the stage's computation before, and the stage has not ended its step."""
+        if stage in self._ended:
+            raise ScheduleError(f"{where} comes after the end of the stage's step")
+        if stage in self._last and self._last[stage] not in each.after:
+            raise ScheduleError(
+                f"{where} does not come after round {self._last[stage]}, the stage's computation before"
+            )
+
+    def _end(self, number: int, stage: int, each: Round) -> None:
+        where = f"round {number}, in which stage {stage} ends its step,"
+        self._follows(where, stage, each)
+        self._use(where, self.plan.needs_at_end(stage), each)
+        self._ended.add(stage)
+
+    def _use(self, where: str, needed: Sequence[Message], each: Round) -> None:
         """Everything that it needs is there, and all that it waits for is needed by it, and by nothing else."""
-        needed = self.plan.needs(stage, action)
         for value in needed:
-            crosses = self.plan.crosses(value)
+            crosses = not isinstance(value, Crossing) or self.plan.crosses(value)
             source = self.sent.get(value) if crosses else self._computes.get(value)
             if source is None:
                 raise ScheduleError(f"{where} uses the {value}, which nobody has {'sent' if crosses else 'computed'}")
@@ -123,26 +141,35 @@ class _Proof:
                 raise ScheduleError(f"{where} does not come after round {source}, which brings the {value}")
         for earlier in each.after:
             value = self._what[earlier]
-            if isinstance(value, Crossing):
+            if isinstance(value, Message):
                 if value not in needed:
                     raise ScheduleError(f"{where} waits for the {value}, which it does not use")
                 if value in self._used:
                     raise ScheduleError(f"{where} uses the {value} a second time")
                 self._used.add(value)
 
-    def _send(self, number: int, ends: tuple[int, int], value: Crossing, each: Round) -> None:
+    def _send(self, number: int, ends: tuple[int, int], value: Message, each: Round) -> None:
         where, plan = f"round {number}, which brings the {value} from stage {ends[0]} to {ends[1]},", self.plan
-        if value not in self._computes:
+        computed = self._last.get(ends[0]) if isinstance(value, TiedGradient) else self._computes.get(value)
+        if computed is None:
             raise ScheduleError(f"{where} sends what nobody has computed")
-        if ends != (plan.stage_of(value.producer), plan.stage_of(value.consumer)) or ends[0] == ends[1]:
+        if ends != plan.ends(value) or ends[0] == ends[1]:
             raise ScheduleError(f"{where} does not go from the value's stage to the one that uses it")
         if value in self.sent:
             raise ScheduleError(f"{where} repeats round {self.sent[value]}")
-        if self._computes[value] not in each.after:
-            raise ScheduleError(f"{where} does not come after round {self._computes[value]}, which computes it")
+        if computed not in each.after:
+            raise ScheduleError(f"{where} does not come after round {computed}, which computes it")
+        if isinstance(value, TiedGradient):
+            self._whole(where, value)
         if (int(each.start[0]), int(each.stop[0])) != plan.extent(value):
             raise ScheduleError(f"{where} carries [{each.start[0]}, {each.stop[0]}) instead of {plan.extent(value)}")
         self.sent[value] = number
+
+    def _whole(self, where: str, value: TiedGradient) -> None:
+        """A gradient of tied weights is whole when its stage has computed everything."""
+        missing = [action for action in self.plan.orders[value.source] if (value.source, action) not in self.computed]
+        if missing:
+            raise ScheduleError(f"{where} comes before the {missing[0]} of that stage")
 
     def conclude(self) -> None:
         """Nothing is missing, and no stage held more than its kind of schedule promises."""
@@ -161,6 +188,9 @@ class _Proof:
         for value in self.sent:
             if value not in self._used:
                 raise ScheduleError(f"the {value} is sent in round {self.sent[value]} and never used")
+        for stage in range(plan.stages):
+            if stage not in self._ended and (lacking := plan.needs_at_end(stage)):
+                raise ScheduleError(f"stage {stage} never ends its step, for which it needs the {lacking[0]}")
         for stage, held in enumerate(self.most):
             limit = most_in_flight(plan.kind, stage, plan.stages, plan.microbatches, plan.chunks)
             if held > limit:
@@ -196,15 +226,15 @@ class _Channels:
     """A queue of sends and one of receives between every two stages."""
 
     def __init__(self, buffered: bool) -> None:
-        self.came: set[Crossing] = set()
+        self.came: set[Message] = set()
         self._buffered = buffered
-        self._sent: defaultdict[tuple[int, int], dict[Crossing, None]] = defaultdict(dict)
-        self._posted: defaultdict[tuple[int, int], deque[Crossing]] = defaultdict(deque)
+        self._sent: defaultdict[tuple[int, int], dict[Message, None]] = defaultdict(dict)
+        self._posted: defaultdict[tuple[int, int], deque[Message]] = defaultdict(deque)
 
     def passes(self, stage: int, step: PipelineStep) -> bool:
         """Whether a stage is done with a step; it is asked again if not."""
         match step:
-            case ComputeStep(_, uses):
+            case ComputeStep(_, uses) | EndStep(uses):
                 return self.came.issuperset(uses)
             case ReceiveStep(value, source):
                 self._posted[source, stage].append(value)
@@ -236,11 +266,12 @@ class _Channels:
                     raise ScheduleError(f"the {value} from stage {channel[0]} to {channel[1]} is never {lack}")
 
 
-def _in_words(step: PipelineStep, came: set[Crossing]) -> str:
+def _in_words(step: PipelineStep, came: set[Message]) -> str:
     match step:
         case ComputeStep(action, uses):
-            lacking = [value for value in uses if value not in came]
-            return f"the {action}, for the {lacking[0]}"
+            return f"the {action}, for the {next(value for value in uses if value not in came)}"
+        case EndStep(uses):
+            return f"the end of its step, for the {next(value for value in uses if value not in came)}"
         case SendStep(value, target):
             return f"the send of the {value} to stage {target}"
         case ReceiveStep(value, source):

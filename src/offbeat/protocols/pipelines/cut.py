@@ -118,9 +118,9 @@ def _check_count(costs: Sequence[LayerCost], parts: int) -> None:
     if parts > len(costs):
         names = ", ".join(cost.name for cost in costs[:8]) + (", …" if len(costs) > 8 else "")
         raise StrategyError(
-            f"The model has {len(costs)} layers that can be separated ({names}), too few for {parts} parts: each part "
-            f"(stages x chunks) needs at least one. Ask for at most {len(costs)} parts, or divide the model into more "
-            f"modules."
+            f"The model has {len(costs)} layer{'s' * (len(costs) != 1)} that can be separated ({names}), too few for "
+            f"{parts} parts: each part (stages x chunks) needs at least one. Use fewer stages, or divide the model "
+            f"into more modules."
         )
 
 

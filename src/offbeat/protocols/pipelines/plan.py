@@ -1,7 +1,8 @@
 """A pipeline as a value: which schedule, how many stages and microbatches, what crosses between them, what it takes.
 
 By default each part hands its output to the next one. Any other graph of parts is described by its edges: a skip
-connection is an edge over several parts, and a value that several later parts need crosses once to each stage.
+connection is an edge over several parts, and a value that several later parts need crosses once to each stage. At the
+end of a step every stage has the loss, and the stages that use one parameter have the sum of its gradients.
 """
 
 from __future__ import annotations
@@ -77,6 +78,51 @@ class Crossing(NamedTuple):
         return f"{kind} of microbatch {self.microbatch}, part {self.producer} to {self.consumer}"
 
 
+class TiedWeights(NamedTuple):
+    """A parameter that several stages use, each of which needs the sum of its gradients."""
+
+    stages: tuple[int, ...]
+    nbytes: int = 1
+
+
+@dataclass(frozen=True, slots=True)  # Unlike a named tuple, it equals no other kind of message.
+class TiedGradient:
+    """One stage's gradient of tied weights, brought to another stage that uses them."""
+
+    number: int  # Of the tied weights in the plan.
+    source: int
+    target: int
+
+    @property
+    def brief(self) -> str:
+        """In few words, for tables."""
+        return f"gradient of tied weights {self.number}"
+
+    def __str__(self) -> str:
+        """In words, for errors and pictures."""
+        return f"gradient of tied weights {self.number} of stage {self.source}"
+
+
+@dataclass(frozen=True, slots=True)  # Unlike a named tuple, it equals no other kind of message.
+class LossMessage:
+    """The loss of the batch, which the stage that has computed it tells another."""
+
+    target: int
+
+    @property
+    def brief(self) -> str:
+        """In few words, for tables."""
+        return "loss"
+
+    def __str__(self) -> str:
+        """In words, for errors and pictures."""
+        return "loss"
+
+
+Message = Crossing | TiedGradient | LossMessage
+LOSS_BYTES = 8
+
+
 @dataclass(frozen=True)
 class PipelinePlan:
     """All that decides who computes and sends what and when."""
@@ -92,6 +138,10 @@ class PipelinePlan:
     """What each part takes; empty: forward 1, backward 2, divided by the number of chunks."""
     order: tuple[Order, ...] = field(default=(), repr=False)
     """What each stage computes, in order; empty: as the kind of schedule has it."""
+    tied: tuple[TiedWeights, ...] = ()
+    """Parameters that several stages use."""
+    tells_loss: bool = False
+    """Whether the stage that computes the loss tells it to the others."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that do not belong together."""
@@ -106,25 +156,7 @@ class PipelinePlan:
                 raise UsageError(f"a part cannot take {each}: its seconds must be numbers, 0 or more.")
         if self.order and len(self.order) != self.stages:
             raise UsageError(f"{len(self.order)} orders were given for {self.stages} stages; give one for each.")
-        self._check_edges()
-
-    def _check_edges(self) -> None:
-        known: set[tuple[int, int]] = set()
-        for edge in self.edges or ():
-            if not 0 <= edge.source < edge.target < self.parts:
-                raise UsageError(
-                    f"{edge} does not go from one of the {self.parts} parts to a later one, so no order of stages can "
-                    f"compute it."
-                )
-            if edge.nbytes < 1 or edge.back < 0:
-                raise UsageError(f"{edge} carries no bytes: omit it.")
-            key = edge.source, self.stage_of(edge.target)
-            if key in known:
-                raise UsageError(
-                    f"the output of part {edge.source} crosses to stage {key[1]} twice: give one edge for each stage, "
-                    f"to the first part that needs it."
-                )
-            known.add(key)
+        _check_edges(self)
 
     @property
     def parts(self) -> int:
@@ -186,33 +218,97 @@ class PipelinePlan:
             return ()
         return tuple(Crossing(part, edge.source, number) for edge in self.inputs[part] if edge.back)
 
+    def needs_at_end(self, stage: int) -> tuple[Message, ...]:
+        """What a stage has of others when a step ends, besides what it computed from."""
+        tied = (
+            TiedGradient(number, source, stage)
+            for number, weights in enumerate(self.tied)
+            if stage in weights.stages
+            for source in weights.stages
+            if source != stage
+        )
+        told = self.tells_loss and stage != self.loss_stage
+        return (*((LossMessage(stage),) if told else ()), *tied)
+
+    @property
+    def loss_stage(self) -> int:
+        """The stage that computes the loss."""
+        return self.stage_of(self.parts - 1)
+
+    @cached_property
+    def last_loss(self) -> Action:
+        """The forward after which the loss of the whole batch is known."""
+        forward = (action for action in self.orders[self.loss_stage] if action.work is Work.FORWARD)
+        return [action for action in forward if action.chunk == self.chunks - 1][-1]
+
     def crosses(self, value: Crossing) -> bool:
         """Whether a value goes to another stage."""
         return self.stage_of(value.producer) != self.stage_of(value.consumer)
 
+    def ends(self, message: Message) -> tuple[int, int]:
+        """The stage that sends a message, and the one that receives it."""
+        match message:
+            case Crossing(producer, consumer, _):
+                return self.stage_of(producer), self.stage_of(consumer)
+            case TiedGradient(source=source, target=target):
+                return source, target
+            case LossMessage(target=target):
+                return self.loss_stage, target
+
     @cached_property
-    def _slots(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """For each edge and direction: where its values begin in the layout's buffer, and the bytes of each."""
-        slots: dict[tuple[int, int], tuple[int, int]] = {}
+    def _slots(self) -> dict[object, tuple[int, int]]:
+        """Where values begin in the layout's buffer, and the bytes of each: by edge and direction, or by message."""
+        slots: dict[object, tuple[int, int]] = {}
         begin = 0
         for edge in self.graph:
             for ends, nbytes in (((edge.source, edge.target), edge.nbytes), ((edge.target, edge.source), edge.back)):
                 slots[ends] = begin, nbytes
                 begin += nbytes * self.microbatches
-        slots[-1, -1] = begin, 0
+        for stage in range(self.stages):
+            for message in self.needs_at_end(stage):
+                nbytes = self.tied[message.number].nbytes if isinstance(message, TiedGradient) else LOSS_BYTES
+                slots[message] = begin, nbytes
+                begin += nbytes
+        slots[None] = begin, 0
         return slots
 
-    def extent(self, value: Crossing) -> tuple[int, int]:
-        """The range of a value in the layout's buffer, in which every value has a place of its own."""
-        begin, nbytes = self._slots[value.producer, value.consumer]
-        start = begin + nbytes * value.microbatch
-        return start, start + nbytes
+    def extent(self, value: Message) -> tuple[int, int]:
+        """The range of a message in the layout's buffer, in which every one has a place of its own."""
+        if isinstance(value, Crossing):
+            begin, nbytes = self._slots[value.producer, value.consumer]
+            begin += nbytes * value.microbatch
+        else:
+            begin, nbytes = self._slots[value]
+        return begin, begin + nbytes
 
     @cached_property
     def layout(self) -> Layout:
         """A buffer in bytes, in which every value has a place of its own."""
-        return Layout(max(1, self._slots[-1, -1][0]), 1)
+        return Layout(max(1, self._slots[None][0]), 1)
 
     def view(self, hosts: Sequence[int] | None = None) -> View:
         """The stages, all on one host unless a host is given for each."""
         return View.of(self.stages, hosts)
+
+
+def _check_edges(plan: PipelinePlan) -> None:
+    known: set[tuple[int, int]] = set()
+    for edge in plan.edges or ():
+        if not 0 <= edge.source < edge.target < plan.parts:
+            raise UsageError(
+                f"{edge} does not go from one of the {plan.parts} parts to a later one, so no order of stages can "
+                f"compute it."
+            )
+        if edge.nbytes < 1 or edge.back < 0:
+            raise UsageError(f"{edge} carries no bytes: omit it.")
+        key = edge.source, plan.stage_of(edge.target)
+        if key in known:
+            raise UsageError(
+                f"the output of part {edge.source} crosses to stage {key[1]} twice: give one edge for each stage, "
+                f"to the first part that needs it."
+            )
+        known.add(key)
+    for weights in plan.tied:
+        stages = set(weights.stages)
+        if len(stages) < 2 or len(stages) < len(weights.stages) or not stages <= set(range(plan.stages)):
+            raise UsageError(f"{weights} are not used by several of {plan.stages} stages: give two or more, once each.")

@@ -2,25 +2,43 @@
 
 There is a `COMPUTE` round for each action and a `SEND` round for each value that crosses to another stage, as soon as
 it is computed. Rounds are listed in the order in which they begin (if messages take no time, unless it is known what
-they take), so a stage sends in the order in which it computes. The rounds are what is checked, costed, simulated and
-drawn, and `program` reads off them what a process does: nothing else decides who sends what to whom.
+they take), so a stage sends in the order in which it computes. A step ends on each stage with a `COMPUTE` round that
+takes no time, when the loss and the gradients of tied weights have come. The rounds are what is checked, costed,
+simulated and drawn, and `program` reads off them what a process does: nothing else decides who sends what to whom.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from offbeat.errors import ScheduleError
 from offbeat.protocols.pipelines.orders import Action, Work
-from offbeat.protocols.pipelines.plan import Crossing, PipelinePlan
+from offbeat.protocols.pipelines.plan import Crossing, LossMessage, Message, PipelinePlan, TiedGradient
 from offbeat.protocols.schedule import IntArray, Layout, Op, Round, Schedule, Stream, View
 
 AHEAD = 1
 """By how many computations a receive is posted before its value is sent: with 1, sends need no buffer to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """A stage has computed everything: it sums the gradients of tied weights, and knows the loss."""
+
+    stage: int
+
+    @property
+    def brief(self) -> str:
+        """In few words, for tables."""
+        return "end of the step"
+
+    def __str__(self) -> str:
+        """In words, for errors and pictures."""
+        return f"end of the step of stage {self.stage}"
 
 
 class ComputeStep(NamedTuple):
@@ -30,21 +48,27 @@ class ComputeStep(NamedTuple):
     uses: tuple[Crossing, ...]  # What other stages send for it.
 
 
+class EndStep(NamedTuple):
+    """End the step, when what it uses has come."""
+
+    uses: tuple[Message, ...]  # What other stages send for it.
+
+
 class SendStep(NamedTuple):
     """Send a value; nobody waits until it has arrived."""
 
-    value: Crossing
+    value: Message
     target: int
 
 
 class ReceiveStep(NamedTuple):
     """Post a receive: the value may come from now on; only the computation that uses it waits for it."""
 
-    value: Crossing
+    value: Message
     source: int
 
 
-PipelineStep = ComputeStep | SendStep | ReceiveStep
+PipelineStep = ComputeStep | EndStep | SendStep | ReceiveStep
 
 
 def schedule(plan: PipelinePlan) -> Schedule:
@@ -74,7 +98,8 @@ def rounds(plan: PipelinePlan, delay: Delay = lambda _: 0.0) -> list[Round]:
         if isinstance(what, Action):
             writer.compute(stage, what)
         else:
-            writer.send(stage, what)
+            writer.send(what)
+    writer.end()
     return writer.rounds
 
 
@@ -89,13 +114,14 @@ def program(played: Sequence[Round], stage: int, ahead: int = AHEAD) -> tuple[Pi
     computed = 0
     for number, each in enumerate(played):
         what = each.what
-        if isinstance(what, Action) and each.target[0] == stage:
-            uses = [receives[earlier][1].value for earlier in each.after if earlier in receives]
-            steps.append((computed, ComputeStep(what, tuple(uses))))
+        if each.op is Op.COMPUTE and each.target[0] == stage:
+            uses: list[Any] = [receives[earlier][1].value for earlier in each.after if earlier in receives]
+            step = ComputeStep(what, tuple(uses)) if isinstance(what, Action) else EndStep(tuple(uses))
+            steps.append((computed, step))
             computed += 1
-        elif isinstance(what, Crossing) and each.source[0] == stage:
+        elif isinstance(what, Message) and each.source[0] == stage:
             steps.append((computed - 1, SendStep(what, int(each.target[0]))))
-        elif isinstance(what, Crossing) and each.target[0] == stage:
+        elif isinstance(what, Message) and each.target[0] == stage:
             receives[number] = computed, ReceiveStep(what, int(each.source[0]))
     return tuple(_merged(steps, list(receives.values()), ahead))
 
@@ -112,7 +138,7 @@ def _merged(
     posts.reverse()
     early = deque(sorted(posts, key=lambda post: post[0]))
     for number, step in steps:
-        while isinstance(step, ComputeStep) and early and early[0][0] <= number:
+        while isinstance(step, ComputeStep | EndStep) and early and early[0][0] <= number:
             yield early.popleft()[1]
         yield step
 
@@ -178,36 +204,44 @@ class _RoundWriter:
         self._ranks: list[IntArray] = [np.array([stage], dtype=np.int64) for stage in range(plan.stages)]
         self._nothing = np.zeros(1, dtype=np.int64)
         self._last: dict[int, int] = {}  # By stage: its last computation.
-        self._sent: dict[Crossing, int] = {}
-        self._computes: defaultdict[Crossing, int] = defaultdict(int)
+        self._sent: dict[Message, int] = {}
+        self._computes: dict[Message, int] = {}
 
     def compute(self, stage: int, action: Action) -> None:
         """A computation: after the one before, and after what it uses of other stages has come."""
-        values = (value for value in self._plan.needs(stage, action) if value in self._sent)
-        after = {*(self._sent[value] for value in values), *([self._last[stage]] if stage in self._last else [])}
-        self._last[stage] = number = len(self.rounds)
-        for value in self._plan.gives(stage, action):
+        plan = self._plan
+        number = self._add(stage, action, plan.needs(stage, action), plan.takes(stage, action))
+        for value in plan.gives(stage, action):
             self._computes[value] = number
-        rank, nothing = self._ranks[stage], self._nothing
-        seconds = self._plan.takes(stage, action)
-        self.rounds.append(
-            Round(
-                Op.COMPUTE,
-                rank,
-                rank,
-                nothing,
-                nothing,
-                nothing,
-                tuple(sorted(after)),
-                Stream.COMPUTE,
-                seconds,
-                what=action,
-            )
-        )
+        if plan.tells_loss and (stage, action) == (plan.loss_stage, plan.last_loss):
+            for target in range(plan.stages):
+                if target != stage:
+                    self._computes[LossMessage(target)] = number
+                    self.send(LossMessage(target))
 
-    def send(self, stage: int, value: Crossing) -> None:
+    def send(self, value: Message) -> None:
         """A message: after the computation of what it brings."""
         self._sent[value] = len(self.rounds)
         start, stop = (np.array([end], dtype=np.int64) for end in self._plan.extent(value))
-        source, target = self._ranks[stage], self._ranks[self._plan.stage_of(value.consumer)]
+        source, target = (self._ranks[stage] for stage in self._plan.ends(value))
         self.rounds.append(Round(Op.SEND, source, target, start, stop, start, (self._computes[value],), what=value))
+
+    def end(self) -> None:
+        """What stages tell each other when they have computed everything, and the ends of their steps."""
+        plan = self._plan
+        ends = [plan.needs_at_end(stage) for stage in range(plan.stages)]
+        for value in (value for values in ends for value in values if isinstance(value, TiedGradient)):
+            self._computes[value] = self._last[value.source]
+            self.send(value)
+        for stage, values in enumerate(ends):
+            if values:
+                self._add(stage, StepEnd(stage), values, 0.0)
+
+    def _add(self, stage: int, what: Action | StepEnd, needs: Sequence[Message], seconds: float) -> int:
+        values = (value for value in needs if value in self._sent)
+        after = {*(self._sent[value] for value in values), *([self._last[stage]] if stage in self._last else [])}
+        self._last[stage] = number = len(self.rounds)
+        rank, nothing = self._ranks[stage], self._nothing
+        later, stream = tuple(sorted(after)), Stream.COMPUTE
+        self.rounds.append(Round(Op.COMPUTE, rank, rank, nothing, nothing, nothing, later, stream, seconds, what=what))
+        return number

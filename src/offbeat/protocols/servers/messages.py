@@ -51,15 +51,19 @@ class ClusterView(Struct, frozen=True):
     backups: tuple[tuple[Name, ...], ...]  # Of each shard, in order: each holds all that the next one does.
     lives: tuple[int, ...] = ()  # How often each worker has rejoined, in the order of `workers`; empty: none ever has.
     novices: tuple[Name, ...] = ()  # By shard, the new copy that is being brought up to date; empty: none.
+    # The part of the model that each worker has, by its number; each part has as many consecutive shards. Empty: every
+    # worker has a whole model.
+    parts: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, workers: int, shards: int, replicas: int = 0) -> ClusterView:
+    def of(cls, workers: int, shards: int, replicas: int = 0, parts: tuple[int, ...] = ()) -> ClusterView:
         """The first view: all workers, and each shard with `replicas` backups."""
         return cls(
             epoch=0,
             workers=tuple(range(workers)),
             primaries=tuple(server_name(shard, 0) for shard in range(shards)),
             backups=tuple(tuple(server_name(shard, 1 + n) for n in range(replicas)) for shard in range(shards)),
+            parts=parts,
         )
 
     def life(self, worker: int) -> int | None:
@@ -72,6 +76,18 @@ class ClusterView(Struct, frozen=True):
     def members(self) -> dict[int, int]:
         """The life of each live worker."""
         return dict(zip(self.workers, self.lives or (0,) * len(self.workers), strict=True))
+
+    def shards_of(self, worker: int) -> range:
+        """The shards that hold the worker's part of the model."""
+        if not self.parts:
+            return range(len(self.primaries))
+        count = len(self.primaries) // (max(self.parts) + 1)
+        first = self.parts[worker] * count
+        return range(first, first + count)
+
+    def members_of(self, shard: int) -> dict[int, int]:
+        """The life of each live worker that has the shard's part of the model."""
+        return {worker: life for worker, life in self.members.items() if shard in self.shards_of(worker)}
 
     def novice(self, shard: int) -> Name:
         """The server that is becoming a backup of a shard; empty: none."""

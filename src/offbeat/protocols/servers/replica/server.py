@@ -42,7 +42,7 @@ class ServerMachine:
     ) -> None:
         self.name = name
         self.number = shard  # Which shard this is a replica of.
-        self.shard = Shard(rule, view)  # What this replica holds.
+        self.shard = Shard(rule, view, shard)  # What this replica holds.
         self.fence = Fence(name, shard, view, joins)
         self.replication = Replication(view.backups[shard])
         self._timing = timing or msg.Timeouts()
@@ -51,7 +51,7 @@ class ServerMachine:
         self.admission = Admission(self.shard)
         self._answers = Answers(self.shard, self.fence, self._colour)
         self._renewal = Renewal(shard)
-        self._enrolled = view.members
+        self._enrolled = view.members_of(shard)
         self._timed_step = -1
         self._out = Effects()
 
@@ -158,7 +158,7 @@ class ServerMachine:
                 self._enrolled = dict(self.shard.members)
                 self.admission.forget()
             self._renewal.follow(novice, self._out)
-            if self._enrolled != view.members:
+            if self._enrolled != view.members_of(self.number):
                 self._append(msg.Members(view), NOTHING, now)
             self._advance(now)
             self._watch_the_time()
@@ -184,7 +184,7 @@ class ServerMachine:
 
     def _append(self, entry: msg.Entry, payload: Payload, now: float) -> None:
         if isinstance(entry, msg.Members):
-            self._enrolled = entry.view.members
+            self._enrolled = entry.view.members_of(self.number)
         self.fence.burden = max(self.fence.burden, payload.nbytes)
         self.replication.log.append(entry, payload)
         self._advance(now)

@@ -147,12 +147,12 @@ def _unfit(parts: list[PushedGradient]) -> str:
 class Shard:
     """The deterministic core of one shard."""
 
-    def __init__(self, rule: Rule, view: msg.ClusterView) -> None:
-        self.rule = rule
+    def __init__(self, rule: Rule, view: msg.ClusterView, number: int = 0) -> None:
+        self.rule, self._number = rule, number
         self.version = 0  # Updates that were applied.
         self.counts: Counter[str] = Counter()  # Pushes by status: applied, duplicate, late, refused.
         self.staleness: Counter[int] = Counter()  # Reads by how stale they were.
-        self._members = view.members
+        self._members = view.members_of(number)
         self.pacing: Pacing[Ask] = Pacing(rule, self._members)  # Who may start a step.
         self._sum = StepSum(rule, self.pacing)
         self._next = dict.fromkeys(self._members, 0)  # Each worker's next push: taken in order, so that `last` is last.
@@ -345,7 +345,7 @@ class Shard:
 
     def _change(self, view: msg.ClusterView, outcome: EntryOutcome) -> None:
         """Drop workers that are no longer members. New ones count once they have entered."""
-        now = view.members
+        now = view.members_of(self._number)
         for worker, life in list(self._members.items()):
             if now.get(worker) == life:
                 continue

@@ -180,8 +180,9 @@ class ClientMachine:
             case msg.Announce() if event.sender == COORDINATOR:
                 self.colour.announced = max(self.colour.announced, message.colour)
             case msg.PushReply() | msg.PullReply() | msg.Fetched() | msg.Entered() | msg.Tried():
-                if message.life == self.life and event.sender in self.view.primaries:
-                    self._answered(self.view.primaries.index(event.sender), message, payload, now)
+                shard = self.membership.shard_of(event.sender)
+                if message.life == self.life and shard is not None:
+                    self._answered(shard, message, payload, now)
             case msg.Met() if message.life == self.life:
                 self._met(message, payload, now)
             case msg.Bring() if message.life == self.life:
@@ -190,10 +191,10 @@ class ClientMachine:
                 request = self.outstanding.open.get(key_of(message, -1))
                 if request is not None:
                     request.missing = tuple(map(worker_name, message.workers))
-            case msg.Fresh() if event.sender in self.view.primaries and message.colour <= self.colour.own:
+            case msg.Fresh() if message.colour <= self.colour.own:
                 # Values from after a cut that is still to come here must be requested.
-                shard = self.view.primaries.index(event.sender)
-                if message.version > self.known.get(shard, (-1, 0))[0]:
+                shard = self.membership.shard_of(event.sender)
+                if shard is not None and message.version > self.known.get(shard, (-1, 0))[0]:
                     self._out.start(notices.Refreshed(shard, message, payload))
             case msg.Fenced() if message.epoch > self.view.epoch:
                 self.membership.sign_of_life(self.outstanding.burden, self._out)

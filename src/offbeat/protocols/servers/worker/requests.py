@@ -38,8 +38,17 @@ class WorkerMembership:
 
     @property
     def shards(self) -> range:
-        """All shards."""
-        return range(len(self.view.primaries))
+        """The shards of this worker's part of the model, counted from 0."""
+        return range(len(self.view.shards_of(self.worker)))
+
+    def primary(self, shard: int, view: msg.ClusterView | None = None) -> Name:
+        """The primary of one of them."""
+        view = view or self.view
+        return view.primaries[view.shards_of(self.worker)[shard]]
+
+    def shard_of(self, sender: Name) -> int | None:
+        """Which of them the sender is the primary of; None if of none."""
+        return next((shard for shard in self.shards if self.primary(shard) == sender), None)
 
     @property
     def present(self) -> bool:
@@ -259,7 +268,7 @@ class Outstanding:
             out.send(addressee, message, payload)
 
     def _addressee(self, shard: int) -> Name:
-        return msg.COORDINATOR if shard < 0 else self._membership.view.primaries[shard]
+        return msg.COORDINATOR if shard < 0 else self._membership.primary(shard)
 
     def waited_for(self) -> tuple[Name, ...]:
         """Processes that have not answered yet."""
@@ -279,9 +288,9 @@ class Outstanding:
 
     def redirect(self, before: msg.ClusterView, now: float, out: Effects) -> None:
         """Resend at once what the primaries of an earlier view left unanswered, to their successors."""
-        primaries = self._membership.view.primaries
+        primary = self._membership.primary
         for request in self.open.values():
-            if request.shard >= 0 and primaries[request.shard] != before.primaries[request.shard]:
+            if request.shard >= 0 and primary(request.shard) != primary(request.shard, before):
                 request.patience = self._timing.patience(self.burden) / 2
                 self._again(request, now, out)
 
