@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -230,6 +232,28 @@ def test_a_compiled_model_is_cut_like_the_one_inside() -> None:
     model.eval()
     with torch.no_grad():
         assert torch.equal(run_parts(split, batch, backward=False), model._orig_mod(*batch))
+
+
+def test_what_einops_keeps_for_a_shape_has_no_recorded_sizes() -> None:
+    def cached(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape[0], 1, *shape[1:]
+
+    def rearrange(x: Tensor) -> Tensor:
+        shape = tuple(x.shape)
+        try:
+            shape = kept(shape)
+        except TypeError:  # As einops does for torch's symbolic sizes.
+            shape = cached(shape)
+        return x.reshape(shape)
+
+    kept = lru_cache(cached)
+    code = FunctionType(rearrange.__code__, {"__name__": "einops.einops"}, None, None, rearrange.__closure__)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.forward = lambda x: model[1](code(model[0](x)))  # type: ignore[method-assign]
+    split = split_model(model, (torch.randn(6, 4),), 2)
+    for rows in (6, 3):
+        batch = (torch.randn(rows, 4),)
+        assert torch.equal(run_parts(split, batch, backward=False), model(*batch))
 
 
 def test_frozen_layers_take_part_and_get_no_gradient() -> None:

@@ -55,6 +55,32 @@ def test_chains_are_found_by_tracing() -> None:
     assert manners(Unused()) == {"inner.gate": "column", "inner.up": "column", "inner.down": "row"}
 
 
+class Counting(Gated):
+    """Changes buffers and an attribute, and draws a number, in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+        self.register_buffer("calls", torch.zeros(2))
+        self.register_buffer("more", torch.zeros(2))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += 1
+        self.more = self.more + torch.rand(2)
+        self.last = super().forward(value)
+        return self.last
+
+
+def test_planning_changes_nothing_in_the_model_and_draws_nothing() -> None:
+    expected, model = manners(Gated()), Counting()
+    state = torch.get_rng_state()
+    assert manners(model) == expected
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not model.calls.any()
+    assert not model.more.any()
+    assert model.last is None
+
+
 def test_what_breaks_a_chain_is_not_split() -> None:
     tied = nn.Linear(4, 4)
     for model in (
@@ -120,7 +146,8 @@ def test_a_parameter_that_is_used_in_two_ways_stays_whole() -> None:
     other.weight = chain[0].weight
     planned = plan(model, 2)
     assert {split.name for split in planned.splits} == {"fine.gate", "fine.up", "fine.down"}
-    assert "which is not split" in planned.whole["chain.0"]
+    assert planned.whole["chain.0"] == "its parameter is also other's weight, which is not split"
+    assert planned.whole["chain.2"].startswith("it goes with chain.0, whose parameter is also other's weight")
     assert "fine.gate: by column, 12 features" in planned.explain()
 
 

@@ -31,6 +31,9 @@ _NO_DTYPE = 63
 class CollectiveError(WaitError, dist.DistBackendError):
     """A call on a group could not be finished; names the ranks that are missing, the call, and who has arrived."""
 
+    arrived: Sequence[int] = ()
+    """Ranks that are known to have made the call, if it was given up after its timeout."""
+
 
 class MismatchError(CollectiveError):
     """Ranks made different calls on a group at the same time."""

@@ -211,7 +211,9 @@ class Calls:
         lasts = "; ".join(
             f"rank {arena.names[rank]} was last seen in {in_words(places[rank][1])} #{places[rank][0]}" for rank in late
         )
-        return failure(
+        timed_out = failure(
             f"{me}{shape} of group {self._label or 'default'!s}: Timed out after {arena.waited():.3g} s of waiting for "
             f"{ranks_in_words([arena.names[rank] for rank in late])}; {arrived}. {lasts}."
         )
+        timed_out.arrived = there
+        return timed_out

@@ -109,6 +109,8 @@ class QueuedOp(dist._Work):  # pyright: ignore[reportPrivateUsage]
 class Finished(QueuedOp):
     """The work of an operation that was done before the call returned; a failure would have been raised there."""
 
+    mark = 0  # Of a message.
+
     def __init__(self) -> None:
         super().__init__(())
         self.end(None)

@@ -54,6 +54,9 @@ class Carried(BareWork):
 class GlooMessages:
     """Messages over Gloo."""
 
+    marks = False
+    """Whether a message can carry a mark."""
+
     def __init__(self, gloo: Any, stock: Any, rank: int, names: Sequence[int], arena: Arena | None) -> None:
         self._gloo, self._stock, self._rank, self._names, self._arena = gloo, stock, rank, names, arena
         self._count = 0
@@ -127,7 +130,7 @@ class MessageWork(QueuedOp):
         super().__init__([tensor])
         self.op, self.what, self.tensor, self.held, self.peer = op, what, tensor, held, peer
         self.number = messages.count
-        self.source = peer
+        self.source, self.mark = peer, 0
         self.ended: Callable[[], None] | None = None
         """Ends its event for torch's profiler."""
         self._messages = messages
@@ -169,6 +172,9 @@ class MessageWork(QueuedOp):
 class HostMessages:
     """Messages through shared memory, between the ranks of a group that is on one host."""
 
+    marks = True
+    """Whether a message can carry a mark."""
+
     def __init__(
         self, channels: Channels, arena: Arena, stock: GlooMessages, timeout: Callable[[], float], backend: str
     ) -> None:
@@ -181,8 +187,8 @@ class HostMessages:
         """Messages that failed: a peer may still touch their memory."""
         weakref.finalize(self, channels.close).atexit = False
 
-    def send(self, tensors: Any, peer: int, tag: int) -> Any:
-        """Start a send."""
+    def send(self, tensors: Any, peer: int, tag: int, mark: int = 0) -> Any:
+        """Start a send; the work of its receive has the mark, or is done if that is 0."""
         tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else tensors
         if type(tensor) is not Tensor or not _plain(tensor):
             if not isinstance(tensor, Tensor) or not alike([tensor]):
@@ -194,7 +200,7 @@ class HostMessages:
             check_peer(peer, self._arena.size)
         self.count += 1
         ended = profile(f"{self._backend}:send", [tensor]) if profiling() else None
-        op = self.channels.send(peer, tag, held.data_ptr(), held.numel() * held.element_size())
+        op = self.channels.send(peer, tag, held.data_ptr(), held.numel() * held.element_size(), mark)
         if op is None and ended is None:
             return DONE
         return self._in_flight(op, "send", tensor, held, peer, ended)
@@ -257,7 +263,8 @@ class HostMessages:
                 f"{self._in_words(work)} cannot be finished: the message that came has {channels.arrived(op):,} bytes, "
                 f"and the tensor takes {work.held.nbytes:,}. Send and receive must have the same shape and dtype."
             )
-        work.source = channels.source(op) if work.what == "recv" else work.peer
+        if work.what == "recv":
+            work.source, work.mark = channels.source(op), channels.mark(op)
         channels.free(op)
         self._end(work, failure)
 

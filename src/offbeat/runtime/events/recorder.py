@@ -80,12 +80,14 @@ class Mark(IntEnum):
     ANSWERED = 20  # Requested values were sent to a worker.
     SENT = 21  # A one-way message of our protocols was sent.
     RECEIVED = 22  # It has arrived and is used.
+    COMPUTED = 23  # A stage of a pipeline has computed; `sequence` is the microbatch, `value` how long, in nanoseconds.
 
 
 _TURN, _STEP = int(Mark.TURN), int(Mark.STEP)
 _MARKS = {int(mark): mark for mark in Mark}
-KINDS = ("unknown", "input", "computing", "exchanging", "evaluating", "other")  # What a worker spends time on.
-UNKNOWN, INPUT, COMPUTING, EXCHANGING, EVALUATING, OTHER = range(len(KINDS))
+KINDS = ("unknown", "input", "computing", "exchanging", "evaluating", "other", "wait")
+"""What a worker spends time on."""
+UNKNOWN, INPUT, COMPUTING, EXCHANGING, EVALUATING, OTHER, WAITING = range(len(KINDS))
 
 Write = Callable[..., None]
 _Records = npt.NDArray[np.void]

@@ -36,7 +36,7 @@ def meeting(what: str) -> str:
 class Requests:
     """A worker's side: its requests to servers and peers, its waits, and its reads."""
 
-    def __init__(self, recorder: Recorder, rule: Rule, shards: int, workers: int) -> None:
+    def __init__(self, recorder: Recorder, rule: Rule, shards: Sequence[int], workers: int) -> None:
         self._stamp = recorder.stamp
         self._open: dict[int, tuple[int, int, int]] = {}  # Pending requests: name, number and step.
         pull = About(
@@ -49,9 +49,7 @@ class Requests:
         )
         self._push = recorder.name("servers: push", lambda: About(GROUP, PUSH))
         self._pull = recorder.name("servers: pull", lambda: pull)
-        self._reads = [
-            recorder.name(("servers: read", k), lambda k=k: About(GROUP, "read", shard=k)) for k in range(shards)
-        ]
+        self._reads = [recorder.name(("servers: read", k), lambda k=k: About(GROUP, "read", shard=k)) for k in shards]
         self._recorder = recorder
         self._workers = workers
 

@@ -206,7 +206,8 @@ class Waits:
                 )
             return WaitError(f"{place}: {text}")  # It names the dead ranks, or the others' calls.
         came = connection.roll_call(self.name, number, what)
-        missing = [str(names[rank]) for rank in range(self._size) if rank not in came]
+        seen = {*came, *getattr(error, "arrived", ())}  # Who arrived last may give up long after this worker.
+        missing = [str(names[rank]) for rank in range(self._size) if rank not in seen]
         who = f"worker{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else "nobody in particular"
         return WaitError(
             f"{place} waited {seconds:g} s for {who}. Look at the log of whoever is missing, "

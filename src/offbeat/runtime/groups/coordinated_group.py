@@ -119,6 +119,8 @@ class CoordinatedGroup(Group):
         super().__init__(place, timeout)
         self.client = client = Client(plan, place.rank, timeout.total_seconds(), joins)
         self._membership = membership = CoordinatedMembership(client, self.rank, self.size, joins)
+        self._direct: DirectGroup | None = None
+        self.peers: Group = self  # The workers with the same part of the model; all, if each has a whole one.
         if place.size > 1:
             counts = lambda: {"meeting": membership.meetings, "clock": client.clock}  # noqa: E731
             presence = Presence(presence_store(*meet(place, timeout)), self.rank, self.size, counts)
@@ -130,6 +132,16 @@ class CoordinatedGroup(Group):
     def membership(self) -> CoordinatedMembership:
         """The live workers."""
         return self._membership
+
+    def connect_directly(self, place: Place) -> None:
+        """Connect the workers with each other, too, for what passes within a replica; all call this together."""
+        self._direct = DirectGroup(place, self.timeout, torch.device("cpu"))
+        self._direct.sent = self.sent.lane()
+
+    @property
+    def direct(self) -> DirectGroup:
+        """The same workers as a `DirectGroup`, if they are directly connected."""
+        return self._direct or super().direct
 
     @property
     def calls(self) -> int:
@@ -206,6 +218,8 @@ class CoordinatedGroup(Group):
 
     def close(self) -> None:
         """Leave the run."""
+        if self._direct is not None:
+            self._direct.close()
         if self.presence is not None:
             self.presence.close()
         self.client.close()

@@ -165,7 +165,7 @@ def _from_exception(role: Role, remote: RemoteError) -> OffbeatError:
     if error is None:
         message = f"{role} failed with {remote.type_name}: {remote.message} (its log: {role.log})"
         error = WorkerError(message, role=role.kind, rank=role.rank, name=str(role))
-    vars(error)["remote_traceback"] = remote.traceback
+    vars(error).update(remote_traceback=remote.traceback, role=role.kind, rank=role.rank)
     # So that an uncaught traceback shows both sides.
     error.add_note(f"In {role}:\n{remote.traceback.rstrip()}")
     return error

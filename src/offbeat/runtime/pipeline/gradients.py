@@ -7,13 +7,48 @@ gradients; then one backward pass of no computation hands the sums to the parame
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+
+from offbeat.protocols.pipelines.plan import TiedWeights
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """A parameter that several stages use."""
+
+    stages: tuple[int, ...]
+    """Those that use it."""
+    parameter: Parameter
+    stand_in: Parameter | None
+    """What collects its gradient, on a stage that uses it."""
+
+    @property
+    def weights(self) -> TiedWeights:
+        """As the plan of a pipeline has it."""
+        return TiedWeights(self.stages, max(1, self.parameter.nbytes))
+
+    @property
+    def own(self) -> Tensor:
+        """The gradient on this stage: zeros if there is none."""
+        gradient = None if self.stand_in is None else self.stand_in.grad
+        return torch.zeros_like(self.parameter) if gradient is None else gradient
+
+    def add(self, gradients: Mapping[int, Tensor], stage: int) -> None:
+        """Add the gradients of other stages, in the order of the stages, so that all have the same sum."""
+        terms = {stage: self.own, **gradients}
+        first, *rest = (terms[user] for user in sorted(terms))
+        total = first.clone()
+        for term in rest:
+            total += term
+        if self.stand_in is not None:
+            self.stand_in.grad = total
 
 
 class StandIns:
@@ -48,18 +83,10 @@ class StandIns:
             for module, name, parameter, _ in self._places:
                 module._parameters[name] = parameter  # pyright: ignore[reportPrivateUsage]
 
-    @property
-    def stand_ins(self) -> list[Parameter]:
-        """The stand-ins themselves."""
-        return [stand_in for _, stand_in in self._pairs]
-
-    def gradients(self) -> list[Tensor | None]:
-        """What each parameter's stand-in has collected."""
-        return [stand_in.grad for _, stand_in in self._pairs]
-
-    def set_gradient(self, number: int, gradient: Tensor) -> None:
-        """Replace what one of them has collected."""
-        self._pairs[number][1].grad = gradient
+    def tied(self, users: Mapping[Parameter, Sequence[int]]) -> list[TiedParameter]:
+        """The parameters that several stages use, and their stand-ins."""
+        stand_ins = {id(parameter): stand_in for parameter, stand_in in self._pairs}
+        return [TiedParameter(tuple(stages), p, stand_ins.get(id(p))) for p, stages in users.items()]
 
     def deliver(self) -> None:
         """Hand the gradients to the parameters, in one backward pass."""

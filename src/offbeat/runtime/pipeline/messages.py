@@ -1,8 +1,9 @@
 """Bundles of tensors between the stages of a replica: receives are posted early, and sends are not waited for.
 
 A bundle is what crosses from one part of the model to a stage for one microbatch. Shapes may differ from batch to
-batch, so a small header goes ahead of the tensors. Most of the time it says what came the last time for an input of the
-same shapes; tensors of these shapes are then already being received, and need not wait for the header.
+batch. Most of the time they are those of the last time for an input of the same shapes: tensors of these shapes are
+then already being received. Where they are not, a mark on the first message says so, and a header with the shapes goes
+ahead of the tensors. Between hosts messages have no marks, so there a header goes with every bundle.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _DTYPES = (
 _DIMENSIONS = 8
 _ROW = 2 + _DIMENSIONS
 _TAGS = 3
-"""Tags of each bundle: of the header, of tensors as expected, and of tensors of other shapes."""
+"""Tags of each bundle: of a header, of tensors as expected, and of tensors of other shapes."""
 
 Form = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""
@@ -41,34 +42,45 @@ def form_of(tensor: Tensor) -> Form:
 class IncomingBundle:
     """A bundle that is being received."""
 
-    def __init__(self, bundles: Bundles, peer: int, tag: int, what: str, count: int, key: Hashable) -> None:
+    def __init__(self, bundles: Bundles, peer: int, tag: int, what: object, count: int, key: Hashable) -> None:
         self._bundles, self._peer, self._tag, self._what, self._key = bundles, peer, tag, what, key
-        self._expected = bundles.expected(key)
-        self._header = torch.zeros(count, _ROW, dtype=torch.int64)
-        self._works: list[Any] = [bundles.receive(self._header, peer, tag)]
-        self._tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in self._expected or ()]
-        self._works += [bundles.receive(tensor, peer, tag + 1) for tensor in self._tensors]
+        self._count, self._expected = count, bundles.expected(key)
+        self._header = self._post_header() if self._expected is None or not bundles.marks else None
+        self._tensors, self._works = self._post(self._expected or (), tag + 1)
 
     def wait(self) -> list[Tensor]:
         """The tensors, when they have come."""
         finish = self._bundles.finish
-        finish(self._works[0], self._peer, self._what)
-        forms = tuple(map(_read, self._header.tolist()))
-        for work in self._works[1:]:
+        for work in self._works:
             finish(work, self._peer, self._what)
-        self._bundles.note(self._key, forms)
+        if self._header is None:
+            if not self._works[0].mark:
+                return self._tensors
+            self._header = self._post_header()  # They are not what was expected.
+        header, work = self._header
+        finish(work, self._peer, self._what)
+        forms = tuple(map(_read, header.tolist()))
         if forms == self._expected:
             return self._tensors
-        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in forms]
-        for work in [self._bundles.receive(tensor, self._peer, self._tag + 2) for tensor in tensors]:
+        self._bundles.note(self._key, forms)
+        tensors, works = self._post(forms, self._tag + 2)
+        for work in works:
             finish(work, self._peer, self._what)
         return tensors
+
+    def _post_header(self) -> tuple[Tensor, Any]:
+        header = torch.zeros(self._count, _ROW, dtype=torch.int64)
+        return header, self._bundles.receive(header, self._peer, self._tag)
+
+    def _post(self, forms: Sequence[Form], tag: int) -> tuple[list[Tensor], list[Any]]:
+        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in forms]
+        return tensors, [self._bundles.receive(tensor, self._peer, tag) for tensor in tensors]
 
 
 class ReturningGradients:
     """Gradients that are being received: they have the shapes of what was sent, so no header goes ahead of them."""
 
-    def __init__(self, bundles: Bundles, peer: int, tag: int, what: str, forms: Sequence[Form]) -> None:
+    def __init__(self, bundles: Bundles, peer: int, tag: int, what: object, forms: Sequence[Form]) -> None:
         self._bundles, self._peer, self._what = bundles, peer, what
         self._tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in forms]
         self._works = [bundles.receive(tensor, peer, tag) for tensor in self._tensors]
@@ -85,6 +97,8 @@ class Bundles:
 
     def __init__(self, group: DirectGroup, stopwatch: Stopwatch, named: Callable[[int], str]) -> None:
         self._messages: Any = group.process_group.messages
+        self.marks: bool = self._messages.marks
+        """Whether a message can say that it is not what was expected."""
         self._group, self._stopwatch, self._named = group, stopwatch, named
         self._forms: dict[Hashable, tuple[Form, ...]] = {}
         self._new: dict[Hashable, tuple[Form, ...]] = {}
@@ -110,16 +124,18 @@ class Bundles:
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, key: Hashable) -> None:
         """Start to send a bundle."""
         forms, expected = tuple(map(form_of, tensors)), self.expected(key)
-        self._start(torch.tensor([_row(form) for form in forms], dtype=torch.int64), peer, tag * _TAGS)
-        self.note(key, forms)
-        if forms != expected:
+        usual = forms == expected
+        if not usual:
             # What the other end already receives must come, for tags and tensors are matched in order.
-            for dtype, shape in expected or ():
-                self._start(torch.empty(shape, dtype=dtype), peer, tag * _TAGS + 1)
+            for number, (dtype, shape) in enumerate(expected or ()):
+                self._start(torch.empty(shape, dtype=dtype), peer, tag * _TAGS + 1, mark=not number)
+            self.note(key, forms)
+        if not (usual and self.marks):
+            self._start(torch.tensor([_row(form) for form in forms], dtype=torch.int64), peer, tag * _TAGS)
         for tensor in tensors:
-            self._start(tensor, peer, tag * _TAGS + (1 if forms == expected else 2))
+            self._start(tensor, peer, tag * _TAGS + (1 if usual else 2))
 
-    def post(self, count: int, peer: int, tag: int, what: str, key: Hashable) -> IncomingBundle:
+    def post(self, count: int, peer: int, tag: int, what: object, key: Hashable) -> IncomingBundle:
         """Post the receive of a bundle of so many tensors."""
         return IncomingBundle(self, peer, tag * _TAGS, what, count, key)
 
@@ -128,7 +144,7 @@ class Bundles:
         for gradient in gradients:
             self._start(gradient, peer, tag * _TAGS)
 
-    def post_back(self, forms: Sequence[Form], peer: int, tag: int, what: str) -> ReturningGradients:
+    def post_back(self, forms: Sequence[Form], peer: int, tag: int, what: object) -> ReturningGradients:
         """Post the receive of gradients of these forms."""
         return ReturningGradients(self, peer, tag * _TAGS, what, forms)
 
@@ -136,22 +152,28 @@ class Bundles:
         """Post a receive of one tensor."""
         return self._messages.recv(tensor if tensor.numel() else torch.empty(1, dtype=torch.uint8), peer, tag)
 
-    def finish(self, work: Any, peer: int, what: str) -> None:
+    def finish(self, work: Any, peer: int, what: object) -> None:
         """Wait for a receive, at most until the run's deadline."""
-        with self._stopwatch.spent_on("bubble"):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                me = self._named(self._group.rank)
-                raise WaitError(
-                    f"{me} waited for {what} from {self._named(peer)}, which did not come: {error} Look at that "
-                    f"worker's log; the run can be resumed from its last checkpoint."
-                ) from error
+        if work is DONE:
+            return
+        before = self._stopwatch.switch("bubble")
+        try:
+            work.wait()
+        except RuntimeError as error:
+            me = self._named(self._group.rank)
+            raise WaitError(
+                f"{me} waited for {what} from {self._named(peer)}, which did not come: {error} Look at that "
+                f"worker's log; the run can be resumed from its last checkpoint."
+            ) from error
+        finally:
+            self._stopwatch.switch(before)
 
-    def _start(self, tensor: Tensor, peer: int, tag: int) -> None:
+    def _start(self, tensor: Tensor, peer: int, tag: int, mark: bool = False) -> None:
         held = tensor.detach().contiguous() if tensor.numel() else torch.zeros(1, dtype=torch.uint8)
         self._group.sent.add(held.nbytes)
-        work = self._messages.send(held, peer, tag)
+        work = self._messages.send(held, peer, tag, 1) if mark and self.marks else self._messages.send(held, peer, tag)
+        if work is DONE:
+            return
         # The memory must stay until the message has left.
         self._sent.append((work, held))
         while self._sent and _is_over(self._sent[0][0]):
@@ -160,7 +182,7 @@ class Bundles:
 
 def _is_over(work: Any) -> bool:
     """Whether a send is known to be over; those between hosts only say so when they are waited for."""
-    return isinstance(work, MessageWork | type(DONE)) and work.is_completed()
+    return isinstance(work, MessageWork) and work.is_completed()
 
 
 def _row(form: Form) -> list[int]:

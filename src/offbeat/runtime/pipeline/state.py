@@ -7,7 +7,7 @@ memory. `whole` brings everything together for a while, for evaluations and chec
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,20 +17,29 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import UsageError
+from offbeat.runtime.gradients.power_sums import power_sums
 from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.run.untrusted_files import parse_json
+from offbeat.runtime.split.absent import mark_absent
 from offbeat.runtime.state.tensor_tree import put_together, take_apart
 
 _WHAT = "the gathering of the model"
+PowerSums = Callable[[Sequence[Parameter], float], list[float]]
+"""For each gradient, the sum of its magnitudes to a power; of the whole one, where ways share the parameters."""
 
 
 class SplitState:
     """Which stage holds what of a model and its optimizers."""
 
     def __init__(
-        self, model: nn.Module, stages: Sequence[Iterable[nn.Module]], group: DirectGroup, optimizers: list[Optimizer]
+        self,
+        model: nn.Module,
+        stages: Sequence[Iterable[nn.Module]],
+        group: DirectGroup,
+        optimizers: list[Optimizer],
+        sums: PowerSums = power_sums,
     ) -> None:
-        self._group, self._optimizers = group, optimizers
+        self._group, self._optimizers, self._power_sums = group, optimizers, sums
         users: dict[int, list[int]] = {}
         for stage, modules in enumerate(stages):
             held = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
@@ -62,12 +71,14 @@ class SplitState:
             # Not zeros: what reads it by mistake shall not look right.
             nothing = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
             parameter.data = parameter.data.new_full((), nothing).expand(parameter.shape)
+            mark_absent(parameter, True)
             for optimizer in self._optimizers:
                 optimizer.state.pop(parameter, None)
 
     @contextmanager
     def whole(self, optimizers: bool = False) -> Generator[None]:
         """Inside, this worker has the whole model, and perhaps the optimizers' whole state. A collective call."""
+        gradients = [parameter.grad for parameter in self.foreign]  # One may stand for those of other stages.
         if self._depth == 0:
             self._gather()
         if optimizers:
@@ -79,10 +90,13 @@ class SplitState:
             self._depth -= 1
             if self._depth == 0:
                 self.shed()
+                for parameter, gradient in zip(self.foreign, gradients, strict=True):
+                    parameter.grad = gradient
 
     def _gather(self) -> None:
         for parameter in self.foreign:
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+            mark_absent(parameter, False)
         with torch.no_grad():
             for stage, tensors in enumerate(self._by_owner):
                 for kind in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -98,20 +112,27 @@ class SplitState:
         places = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         for optimizer in self._optimizers:
             members = [p for group in optimizer.param_groups for p in group["params"]]
+            held = optimizer.state_dict()["state"]  # Whole also where it is divided over replicas.
             for stage in range(self._group.size):
                 mine = {
-                    number: optimizer.state[p]
+                    number: held[number]
                     for number, p in enumerate(members)
-                    if p in optimizer.state and self.users[places[id(p)]][0] == stage
+                    if number in held and self.users[places[id(p)]][0] == stage
                 }
                 for number, state in shared_tree(self._group, mine, stage).items():
-                    if members[number] not in optimizer.state:
+                    if self._group.rank not in self.users[places[id(members[number])]]:
                         optimizer.state[members[number]] = state
 
     def shared(self) -> list[tuple[int, tuple[int, ...], Parameter]]:
         """The parameters that several stages use: number, stages, parameter."""
         numbered = enumerate(self._parameters)
         return [(number, self.users[number], p) for number, p in numbered if len(self.users[number]) > 1]
+
+    @property
+    def is_somewhere_complete(self) -> bool:
+        """Whether some stage has all parameters that are trained."""
+        trained = [self.users[number] for number, p in enumerate(self._parameters) if p.requires_grad]
+        return any(all(stage in users for users in trained) for stage in range(self._group.size))
 
     def norm_elsewhere(self, order: float) -> float:
         """The norm of the gradients of parameters that this stage does not have. Collective."""
@@ -121,8 +142,10 @@ class SplitState:
         rank, shared = self._group.rank, self.shared()
         tied = {number for number, _, _ in shared}
         alone = [p for number, p in enumerate(self._parameters) if self.users[number] == (rank,) and number not in tied]
-        terms = [power_sum(p, order) for p in alone]
-        own = [power_sum(p, order) if users[0] == rank else 0.0 for _, users, p in shared]
+        here = [p for _, users, p in shared if users[0] == rank]
+        sums = self._power_sums([*alone, *here], order)
+        terms, counted = sums[: len(alone)], iter(sums[len(alone) :])
+        own = [next(counted) if users[0] == rank else 0.0 for _, users, _ in shared]
         rows = self._group.gather([max(terms, default=0.0) if largest else sum(terms), *own], "a norm of gradients")
         others = [float(rows[stage, 0]) for stage in range(self._group.size) if stage != rank]
         others += [float(rows[users[0], 1 + place]) for place, (_, users, _) in enumerate(shared) if rank not in users]
@@ -155,17 +178,3 @@ def shared_tree(group: DirectGroup, tree: Mapping[Any, Any], root: int) -> dict[
             tensors[name] = torch.empty(shape, dtype=getattr(torch, kind))
         group.share(tensors[name], _WHAT, root)
     return put_together(data, tensors)
-
-
-def total_of(gradient: Tensor | None, parameter: Parameter) -> Tensor:
-    """A gradient, or zeros where there is none."""
-    return torch.zeros_like(parameter) if gradient is None else gradient
-
-
-def power_sum(parameter: Parameter, order: float) -> float:
-    """The sum of a gradient's magnitudes to a power; the largest one for the order infinity."""
-    gradient = parameter.grad
-    if gradient is None or not gradient.numel():
-        return 0.0
-    norm = float(torch.linalg.vector_norm(gradient, order, dtype=torch.float64))
-    return norm if order in (0.0, float("inf")) else norm**order

@@ -13,6 +13,7 @@ from typing import Any
 from offbeat.protocols.servers.messages import worker_name
 from offbeat.runtime.run.folder import strategy_in_words
 from offbeat.runtime.run.result import Result
+from offbeat.runtime.run.stages_in_words import slowest_in_words, stage_lines
 
 SILENT = "OFFBEAT_REPORT"  # Set to 0, this variable keeps scripts outside `offbeat run` from printing a report.
 MOST_LINKS = 4  # Busiest links shown.
@@ -72,7 +73,8 @@ def _entries(result: Result) -> Iterator[tuple[str, str]]:
     if result.pays:
         yield "compression", result.pays["words"]
     if result.split:
-        yield "stages", stages_in_words(result.split)
+        yield from stage_lines(result.split)
+        yield "cut", slowest_in_words(result.split)
     if result.gossip:
         yield "gossip", gossip_in_words(result.gossip)
     if result.died:
@@ -99,16 +101,6 @@ def _hosts_in_words(hosts: Sequence[Mapping[str, Any]]) -> str:
 
 
 # -- where time went, staleness, gossip ------------------------------------------------------------------------------
-
-
-def stages_in_words(split: Mapping[str, Any]) -> str:
-    """`0: 12.1 s computing, 0.9 s idle, 3.1 MB; 1: …; stage 1 is the slowest, the cut is 93 % even`."""
-    each = [
-        f"{number}: {stage['compute_seconds']:.2f} s computing, {stage['bubble_seconds']:.2f} s idle, "
-        f"{amount(sum(stage['bytes'].values()))}"
-        for number, stage in enumerate(split["stages"])
-    ]
-    return f"{'; '.join(each)}; stage {split['slowest_stage']} is the slowest, the cut is {split['evenness']:.0%} even"
 
 
 def kinds_in_words(seconds: Mapping[str, float]) -> str:

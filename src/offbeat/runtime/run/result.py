@@ -68,6 +68,8 @@ class Result:
     """Each host: name, kind, address, rate, workers and server processes (`0.1`: shard 0, copy 1)."""
     died: list[str] = field(default_factory=list[str])  # Workers and servers that died while the run went on.
     joined: list[str] = field(default_factory=list[str])  # Workers and servers that joined later to replace others.
+    placement: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Where replicas are split: the workers by replica, stage and way, their hosts, and what goes between hosts."""
     tensor: dict[str, Any] = field(default_factory=dict[str, Any])
     """Under tensor(ways): the share of the parameters that each way holds, which modules are split, and which not."""
     first_batch: str | None = None

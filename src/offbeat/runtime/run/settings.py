@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from offbeat import limits
 from offbeat.errors import OffbeatError, UsageError
+from offbeat.protocols.placement import AUTO
 from offbeat.settings import option
 
 if TYPE_CHECKING:
@@ -117,6 +118,14 @@ class Goal:
         "that has ended.",
         name="monitor",
         panel=OBSERVED,
+    )
+    placement: str = option(
+        AUTO,
+        "Which workers share a split replica: [bold]auto[/bold] keeps ways, then stages, on one host; "
+        "[bold]ranks[/bold] takes workers in order; or all workers, e.g. [bold]0,2,1,3[/bold], by replica, stage and "
+        "way.",
+        metavar="auto|ranks|WORKERS",
+        panel=ADVANCED,
     )
     rate_factor: float = option(1.0, "Multiply every learning rate, after any schedulers.", panel=ADVANCED)
     check_finite: bool = True

@@ -20,7 +20,7 @@ _EVENT_KINDS: dict[Kind, int] = {
     "wait": recorder.EXCHANGING,
     "evaluate": recorder.EVALUATING,
     "other": recorder.OTHER,
-    "bubble": recorder.EXCHANGING,
+    "bubble": recorder.WAITING,
 }
 
 

@@ -187,7 +187,7 @@ class Client:
         self._joined: notices.Joined | None = None
         self._results: dict[int, tuple[Any, ...] | Exception] = {}
         recorder = RECORDER.get()
-        self._notes = None if recorder is None else Requests(recorder, plan.rule, plan.shards, plan.workers)
+        self._notes = None if recorder is None else Requests(recorder, plan.rule, view.shards_of(worker), plan.workers)
         if self._notes is not None:
             self._notes.viewed(view)
         self.connection = ServerConnection(self.machine, plan, self._on_notice)

@@ -20,12 +20,13 @@ class ServerPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The servers of one run, as plain data that is sent to every process."""
 
     workers: int
-    shards: int
+    shards: int  # Of all parts of the model together.
     replicas: int
     rule: Rule
     folder: str  # A private folder with all sockets.
     timing: Timeouts = msgspec.field(default_factory=Timeouts)
     addresses: dict[Name, str] = {}  # Addresses in a run over several hosts; by default in the folder.
+    parts: tuple[int, ...] = ()  # The part of the model that each worker has; empty: every worker has a whole one.
     pair: tuple[str, str] | None = None  # Public and secret key of the run; not needed in a private folder.
 
     def __repr__(self) -> str:
@@ -39,7 +40,7 @@ class ServerPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def view(self) -> ClusterView:
         """The initial view."""
-        return ClusterView.of(self.workers, self.shards, self.replicas)
+        return ClusterView.of(self.workers, self.shards, self.replicas, self.parts)
 
     def address(self, name: Name) -> str:
         """The address of a process."""

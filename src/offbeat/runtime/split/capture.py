@@ -142,6 +142,7 @@ def _recorded(model: nn.Module, run: Any, inputs: tuple[Any, ...], kept: frozens
     graph.glued = _glued(graph, recorder)
     _mark_repeatable(graph, recorder)
     _check_parameters(graph, output)
+    recorder.forget()
     return _without_unused_sizes(graph)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +34,13 @@ def sizes_only(graph: Graph, layers: Sequence[ModelLayer]) -> list[LayerCost]:
     ]
 
 
-def measured_costs(graph: Graph, layers: Sequence[ModelLayer], inputs: tuple[Any, ...]) -> list[LayerCost]:
+def measured_costs(
+    graph: Graph, layers: Sequence[ModelLayer], inputs: tuple[Any, ...], agreed: Callable[[bool], bool] = bool
+) -> list[LayerCost]:
     """The bytes of each layer, and the seconds that it typically takes forward and backward.
 
     The layers are timed in turn, again and again, so that whatever else the machine does meanwhile hits all of them.
+    Workers that share the layers measure together, and must stop together: `agreed` makes one opinion of theirs.
     """
     parts = assemble(graph, layers, range(len(layers) + 1))
     values: dict[tuple[int, int], Tensor] = {
@@ -56,7 +59,7 @@ def measured_costs(graph: Graph, layers: Sequence[ModelLayer], inputs: tuple[Any
         began = time.perf_counter()
         for done in range(WARM_UP + RUNS.stop - 1):
             spent, counted = time.perf_counter() - began, done - WARM_UP
-            if (counted >= RUNS.start and spent > QUICK) or (counted >= FEWEST and spent > LONG):
+            if agreed((counted >= RUNS.start and spent > QUICK) or (counted >= FEWEST and spent > LONG)):
                 break
             for each in zip(parts, taken, times, strict=True):
                 _run(*each, counted=counted >= 0)
@@ -107,7 +110,9 @@ def _run(part: StagePart, taken: Sequence[Tensor], times: _Times, *, counted: bo
     began = time.perf_counter()
     outputs = part(*taken)
     forward = time.perf_counter() - began
-    results = [output for output in outputs if output.requires_grad]
+    # Of a value that ways share, each has computed its own part.
+    own = [getattr(output, "local", output) for output in outputs]
+    results = [output for output in own if output.requires_grad]
     gradients = [torch.ones_like(output) for output in results]
     began = time.perf_counter()
     if results and needing:

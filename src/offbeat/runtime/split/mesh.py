@@ -4,38 +4,51 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offbeat.errors import UsageError
-from offbeat.runtime.groups.group import DirectGroup, Group, part_of
+from offbeat.protocols.placement import Order
+from offbeat.runtime.groups.group import DirectGroup, part_of
 
 
 @dataclass(frozen=True)
 class MeshPlace:
-    """One worker's coordinates; rank = (replica * stages + stage) * ways + way, so that ways are neighbours."""
+    """One worker's coordinates. Places are counted by replica, stage and way, so that ways are neighbours."""
 
     rank: int
     """Among all workers."""
     replicas: int
     stages: int = 1
     ways: int = 1
+    order: Order = ()
+    """The worker at each place; empty: in the order of their ranks."""
 
     @property
     def replica(self) -> int:
         """Which replica of the model it is part of."""
-        return self.rank // (self.stages * self.ways)
+        return self._number(self.rank) // (self.stages * self.ways)
 
     @property
     def stage(self) -> int:
         """Which stage of that replica it has."""
-        return self.rank // self.ways % self.stages
+        return self._number(self.rank) // self.ways % self.stages
 
     @property
     def way(self) -> int:
         """Which share of that stage's tensors it has."""
-        return self.rank % self.ways
+        return self._number(self.rank) % self.ways
+
+    def _number(self, rank: int) -> int:
+        """The number of a worker's place."""
+        return self.order.index(rank) if self.order else rank
+
+    @property
+    def lowest(self) -> tuple[int, int]:
+        """Stage and way of the worker of this replica with the lowest rank."""
+        places = [(stage, way) for stage in range(self.stages) for way in range(self.ways)]
+        return min(places, key=lambda place: self.rank_of(self.replica, *place))
 
     def rank_of(self, replica: int, stage: int, way: int) -> int:
         """The rank of the worker at these coordinates."""
-        return (replica * self.stages + stage) * self.ways + way
+        number = (replica * self.stages + stage) * self.ways + way
+        return self.order[number] if self.order else number
 
     @property
     def same_part(self) -> tuple[int, ...]:
@@ -54,17 +67,17 @@ class MeshPlace:
 
     def named(self, rank: int) -> str:
         """A worker in words."""
-        stage = rank // self.ways % self.stages
+        stage = self._number(rank) // self.ways % self.stages
         return f"worker {rank} (stage {stage})" if self.stages > 1 else f"worker {rank}"
 
 
 class Mesh:
     """The groups of a worker: those with its part of the model, which exchange gradients, and its pipeline."""
 
-    def __init__(self, place: MeshPlace, world: Group) -> None:
-        if not isinstance(world, DirectGroup):
-            raise UsageError("workers that hold parts of a model must be connected directly, not through servers")
+    def __init__(self, place: MeshPlace, world: DirectGroup) -> None:
         self.place = place
+        self.hosts = tuple(int(host) for host in world.view.hosts)
+        """The host of each worker."""
         self.replicas = part_of(world, place.same_part, f"stage {place.stage} way {place.way}")
         """The workers that have the same part of the model, one in each replica."""
         self.pipeline = part_of(world, place.pipeline, f"replica {place.replica} way {place.way}")

@@ -85,6 +85,11 @@ class CallRecorder(TorchFunctionMode):
         self._add(_itself, (reference,), {}, (number,))
         return Ref(number)
 
+    def forget(self) -> None:
+        """Let go of all values: sizes know their recorder, so that both would live on, and the autograd graph too."""
+        self.known.values.clear()
+        self._sizes.clear()
+
     # -- sizes
 
     def compute(self, operation: Callable[..., Any], *operands: Any) -> Any:

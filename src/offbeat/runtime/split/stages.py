@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from offbeat.runtime.split.graph import Graph, ModelLayer, Ref, leaves, mapped
 from offbeat.runtime.split.layer_costs import measured_costs, sizes_only
 from offbeat.runtime.split.parts import StagePart, Value, assemble, crossing
 
-__all__ = ["SplitModel", "StagePart", "Value", "split_model"]
+__all__ = ["CapturedModel", "SplitModel", "StagePart", "Value", "split_model"]
 
 MESSAGE = 4_096
 """Bytes that take about as long to send as it takes to send one more value, however small."""
@@ -88,6 +88,53 @@ class SplitModel:
         return "\n".join(lines)
 
 
+class CapturedModel:
+    """A model whose calls and layers are known, and that is not cut yet.
+
+    Before it is cut, `tensor(ways)` may split its modules in place: parts call the modules as they are then.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: tuple[Any, ...],
+        *,
+        kept: Collection[str] | None = None,
+        layers: Sequence[nn.Module] | None = None,
+    ) -> None:
+        self._inputs = inputs
+        if layers is not None:
+            self._graph = capture_layers(model, inputs, layers)
+        else:
+            self._graph = capture(model, inputs, frozenset(kept or ()))
+        self._layers = self._graph.layers()
+
+    def check(self, parts: int) -> None:
+        """Refuse more parts than there are layers, where the reason is code that works in place."""
+        _check_layers(self._graph, self._layers, parts)
+
+    def measured(self, agreed: Callable[[bool], bool] = bool) -> list[LayerCost]:
+        """What each layer costs, measured on the batch; `agreed` as in `measured_costs`."""
+        return measured_costs(self._graph, self._layers, self._inputs, agreed)
+
+    def best_cut(self, costs: Sequence[LayerCost], parts: int, memory_limit: int | None = None) -> tuple[int, ...]:
+        """The bounds of the cut whose slowest part is fastest."""
+        sent = [
+            replace(cost, activation_bytes=cost.activation_bytes + MESSAGE * len(values))
+            for cost, values in zip(costs, crossing(self._graph, self._layers), strict=True)
+        ]
+        return best_cut(sent, parts, memory_limit, slack=SLACK).bounds
+
+    def cut_at(self, bounds: Sequence[int], costs: Sequence[LayerCost] | None = None) -> SplitModel:
+        """The model in parts that begin at these layers."""
+        known = sizes_only(self._graph, self._layers) if costs is None else list(costs)
+        cut, graph = as_cut(known, bounds), self._graph
+        made = assemble(graph, self._layers, cut.bounds)
+        _check_buffers(graph, made)
+        integers = frozenset(index for index, number in enumerate(graph.outputs()) if graph.facts[number].integer)
+        return SplitModel(made, cut, known, _tied(graph.model, made), _numbered(graph), integers)
+
+
 def split_model(
     model: nn.Module,
     inputs: tuple[Any, ...],
@@ -115,28 +162,15 @@ def split_model(
         layers: Modules that, run one after another, are the model; instead of looking for layers.
 
     """
-    if layers is not None:
-        graph = capture_layers(model, inputs, layers)
-    else:
-        graph = capture(model, inputs, frozenset(kept or ()))
-    chain = graph.layers()
-    _check_layers(graph, chain, parts)
+    captured = CapturedModel(model, inputs, kept=kept, layers=layers)
+    captured.check(parts)
     if bounds is None:
-        costs = measured_costs(graph, chain, inputs)
-        sent = [
-            replace(cost, activation_bytes=cost.activation_bytes + MESSAGE * len(values))
-            for cost, values in zip(costs, crossing(graph, chain), strict=True)
-        ]
-        cut = best_cut(sent, parts, memory_limit, slack=SLACK)
-    else:
-        costs = sizes_only(graph, chain)
-        cut = as_cut(costs, bounds)
-        if cut.parts != parts:
-            raise TaskError(f"bounds={tuple(bounds)} cut into {cut.parts} parts, but {parts} were asked for.")
-    made = assemble(graph, chain, cut.bounds)
-    _check_buffers(graph, made)
-    integers = frozenset(index for index, number in enumerate(graph.outputs()) if graph.facts[number].integer)
-    return SplitModel(made, cut, costs, _tied(graph.model, made), _numbered(graph), integers)
+        costs = captured.measured()
+        return captured.cut_at(captured.best_cut(costs, parts, memory_limit), costs)
+    split = captured.cut_at(bounds)
+    if split.cut.parts != parts:
+        raise TaskError(f"bounds={tuple(bounds)} cut into {split.cut.parts} parts, but {parts} were asked for.")
+    return split
 
 
 def _tied(model: nn.Module, parts: Sequence[StagePart]) -> list[tuple[tuple[int, str], ...]]:

@@ -150,7 +150,7 @@ class Checkpoints:
                 f"{path} was written within an accumulated update, whose sums are spread as the model was. Resume with "
                 f"strategy {manifest['identity'].get('strategy')}, on {manifest['workers']} workers."
             )
-        for name in ("exchange", "pace", *(("random",) if self._group.rank else ())):
+        for name in ("exchange", "pace", "split", *(("random",) if self._group.rank else ())):
             things.pop(name, None)
         return own
 

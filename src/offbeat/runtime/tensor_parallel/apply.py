@@ -6,11 +6,13 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import UsageError
+from offbeat.runtime.gradients.power_sums import power_sums
 from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.tensor_parallel.attention import keep_from_shortcuts, split_attention
@@ -54,6 +56,7 @@ class SplitTensors:
 
     def __init__(self, plan: TensorPlan | None, model: nn.Module, ways: TensorWays) -> None:
         self._ways, self._depth = ways, 0
+        self._parts: list[Tensor] = []  # The memory of this way's parts while the model is whole: others may see it.
         before = {module: dict(vars(module)) for module in model.modules()}
         if plan is not None:
             _split_all(plan, model, ways)
@@ -89,9 +92,21 @@ class SplitTensors:
             if not self._depth:
                 self._cut_again(optimizers, gradients)
 
+    def power_sums(self, parameters: Sequence[Parameter], order: float) -> list[float]:
+        """For the whole gradient of each parameter, the sum of its magnitudes to a power. All ways call this."""
+        row = torch.tensor(power_sums(parameters, order), dtype=torch.float64)
+        is_cut = torch.tensor([cut_of(parameter) is not None for parameter in parameters], dtype=torch.bool)
+        shared = row.masked_fill(~is_cut, 0)
+        if order == float("inf"):
+            self._ways.largest(shared, "a norm of gradients")
+        else:
+            self._ways.sum(shared, "a norm of gradients")
+        return torch.where(is_cut, shared, row).tolist()
+
     def _make_whole(self, optimizers: Iterable[Optimizer]) -> None:
         for state, name, cut in self._state(optimizers, whole=False):
             state[name] = self._ways.whole(state[name], cut, "the gathering of optimizer state")
+        self._parts = [parameter.data for parameter, _ in self._cuts]
         for parameter, cut in self._cuts:
             parameter.grad = None
             parameter.data = self._ways.whole(parameter.data, cut, "the gathering of the model")
@@ -101,8 +116,8 @@ class SplitTensors:
 
     def _cut_again(self, optimizers: Iterable[Optimizer], gradients: Iterable[Tensor | None]) -> None:
         self.cut_state(optimizers)
-        for (parameter, cut), gradient in zip(self._cuts, gradients, strict=True):
-            parameter.data = self._ways.part(parameter.data, cut)
+        for (parameter, cut), part, gradient in zip(self._cuts, self._parts, gradients, strict=True):
+            parameter.data = part.copy_(self._ways.part(parameter.data, cut))
             parameter.grad = gradient
             mark_cut(parameter, cut)
         for module, name, _, after in self._changes:

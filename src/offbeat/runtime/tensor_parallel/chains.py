@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,10 +68,28 @@ def chains(model: nn.Module, taken: set[str], closed: Iterable[nn.Module]) -> li
         for child, sub in module.named_children():
             look(sub, f"{name}.{child}" if name else child)
 
-    look(model, "")
+    with _undisturbed(model):
+        look(model, "")
     once = {id(module) for module in model.modules() if uses[id(module)] == 1}
     several = {split.chain for split in splits if id(model.get_submodule(split.name)) not in once}
     return [split for split in splits if split.chain not in several]
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Generator[None]:
+    """Leaves a model and torch's generator as they were: tracing runs the code of forward, which may change them."""
+    kept = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]  # pyright: ignore[reportPrivateUsage]
+    contents = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=[]):
+        yield
+    for module, attributes, buffers in kept:
+        vars(module).clear()
+        vars(module).update(attributes)
+        module._buffers.clear()  # pyright: ignore[reportPrivateUsage]
+        module._buffers.update(buffers)  # pyright: ignore[reportPrivateUsage]
+    with torch.no_grad():
+        for buffer, before in contents:
+            buffer.copy_(before)
 
 
 def _free(module: nn.Module, name: str, taken: set[str]) -> int:

@@ -191,10 +191,13 @@ def _without_conflicts(model: nn.Module, splits: Iterable[Split], whole: dict[st
             return splits
         split, reason = conflict
         if by_user:
-            raise StrategyError(f"the tensor plan splits {split.name!r}, but {reason}. Split both alike, or neither.")
+            raise StrategyError(
+                f"the tensor plan splits {split.name!r}, but its {reason}. Split both alike, or neither."
+            )
         for each in splits:
             if each.chain == split.chain and cuts_of(each, model.get_submodule(each.name)):
-                whole[each.name] = reason
+                owner = "its" if each.name == split.name else f"it goes with {split.name}, whose"
+                whole[each.name] = f"{owner} {reason}"
         splits = [each for each in splits if each.chain != split.chain]
 
 
@@ -206,15 +209,14 @@ def _conflict(model: nn.Module, splits: Iterable[Split]) -> tuple[Split, str] | 
         for parameter, cut in _parameters_of(split, modules[split.name]):
             known = cuts.setdefault(id(parameter), (cut, split))
             if known[0] != cut:
-                return split, f"its parameter is also one of {known[1].name}, which is split in another way"
+                return split, f"parameter is also one of {known[1].name}, which is split in another way"
             users[id(parameter)] -= 1
     for name, module in modules.items():
         for own, parameter in module.named_parameters(recurse=False):
             # What an outer module also names, it keeps for its parts.
             if users[id(parameter)] > 0 and id(parameter) in cuts and not _split_at(cuts[id(parameter)][1], name):
-                return cuts[id(parameter)][
-                    1
-                ], f"its parameter is also {name or 'the model'}'s {own}, which is not split"
+                reason = f"parameter is also {name or 'the model'}'s {own}, which is not split"
+                return cuts[id(parameter)][1], reason
     return None
 
 

@@ -1,4 +1,4 @@
-"""What is built on torch.distributed, unchanged: DDP, fully_shard, checkpoints, pipelines, functional collectives."""
+"""What is built on torch.distributed, unchanged: futures, profiler, DDP, fully_shard, pipelines, functional calls."""
 
 from __future__ import annotations
 
@@ -56,6 +56,50 @@ def train(world: World, wrapped: nn.Module, optimizer: torch.optim.Optimizer, st
 def close_to(parameters: list[Tensor], expected: nn.Module) -> None:
     for mine, theirs in zip(parameters, expected.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+def case_futures_tell_results_and_can_be_chained(world: World) -> None:
+    for size in (10, 200_000):
+        tensor = torch.full((size,), float(world.rank))
+        work = dist.all_reduce(tensor, async_op=True)
+        chained = work.get_future().then(lambda done: done.value()[0] * 2)
+        expected = torch.full((size,), float(sum(world.ranks)))
+        same(chained.wait(), expected * 2)
+        work.wait()
+        same(tensor, expected)
+        same(work.result()[0], expected)
+
+
+def case_a_callback_may_itself_call_and_wait(world: World) -> None:
+    """As PowerSGD does: what is done when one all-reduce ends waits for the next."""
+
+    def once_more(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        work = dist.all_reduce(done.value()[0], async_op=True)
+        assert work is not None
+        return work.get_future().wait()[0]
+
+    for size in (4, 100_000):
+        work = dist.all_reduce(torch.ones(size), async_op=True)
+        assert work is not None
+        same(work.get_future().then(once_more).wait(), torch.full((size,), float(world.size**2)))
+
+
+def case_the_profiler_sees_each_call_with_its_shape_and_when_it_was_done(world: World) -> None:
+    tensor = torch.ones(3, 4)
+    with torch.autograd.profiler.profile(record_shapes=True) as seen:
+        dist.all_reduce(tensor)
+        work = dist.broadcast(tensor, 0, async_op=True)
+        assert work is not None
+        work.wait()
+        with torch.profiler.record_function("afterwards"):
+            tensor.add_(1)
+    found = {event.name: event for event in seen.function_events or []}
+    for name in ("all_reduce", "broadcast"):
+        event = found[f"{world.backend}:{name}"]
+        assert event.input_shapes == [[3, 4]], name
+        assert event.is_async, name
+        if world.backend != "gloo":  # Which lets go of who waits before its event has ended.
+            assert event.time_range.end <= found["afterwards"].time_range.start, name
 
 
 def case_data_parallel_equals_one_process(world: World) -> None:

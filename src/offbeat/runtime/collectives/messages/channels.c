@@ -19,7 +19,7 @@
 #include "../streaming.h"
 #include "../waiting.h"
 
-#define VERSION 1
+#define VERSION 2
 enum { LINE = 64, MOST_PER_VISIT = 64, LONG = 8 << 20 };
 enum { DONE, LATE, WRONG_SIZE };        /* what a wait returns */
 enum { QUEUED, POSTED, OVER, MISFIT }; /* states of an operation */
@@ -27,14 +27,16 @@ enum { QUEUED, POSTED, OVER, MISFIT }; /* states of an operation */
 typedef struct {
     int64_t more, tag;    /* whether it continues the message of the slot before */
     uint64_t whole, here; /* bytes of the message, and in this slot */
-    char pad[LINE - 32];
+    int64_t mark;         /* a word from the sender */
+    char pad[LINE - 40];
     char data[];
 } slot_t;
 
 /* A channel's memory: slots filled and emptied so far, each written by one side, in a cache line of its own. */
 typedef struct {
     _Atomic uint64_t head;
-    char pad0[LINE - 8];
+    _Atomic int64_t full; /* whether the sender has more and found no room */
+    char pad0[LINE - 16];
     _Atomic uint64_t tail;
     char pad1[LINE - 8];
 } channel_t;
@@ -48,7 +50,7 @@ typedef struct {
 
 typedef struct op {
     struct op *next;
-    int64_t sends, peer, tag, state;
+    int64_t sends, peer, tag, mark, state;
     char *address;
     uint64_t bytes, moved;
     int64_t source; /* of a finished receive */
@@ -58,7 +60,7 @@ typedef struct op {
 /* A message that arrived before anybody wanted it. */
 typedef struct stray {
     struct stray *next;
-    int64_t tag;
+    int64_t tag, mark;
     uint64_t bytes, moved;
     char data[];
 } stray_t;
@@ -110,7 +112,7 @@ static int publish(mail_t *mail, op_t *op) {
         if (head - atomic_load_explicit(&way->tail, memory_order_acquire) >= (uint64_t)mail->slots) break;
         slot_t *slot = slot_at(mail, way, head);
         uint64_t left = op->bytes - op->moved;
-        slot->more = begun || op->moved, slot->tag = op->tag, slot->whole = op->bytes;
+        slot->more = begun || op->moved, slot->tag = op->tag, slot->mark = op->mark, slot->whole = op->bytes;
         slot->here = left < (uint64_t)mail->inline_bytes ? left : (uint64_t)mail->inline_bytes;
         memcpy(slot->data, op->address + op->moved, slot->here);
         op->moved += slot->here;
@@ -133,6 +135,7 @@ static void flush(mail_t *mail, int64_t to) {
         if (!(peer->queue = sent->next)) peer->queue_end = &peer->queue;
         sent->next = NULL;
     }
+    if (!peer->queue) atomic_store_explicit(&channel(mail, mail->rank, to)->full, 0, memory_order_relaxed);
 }
 
 /* -- receiving --------------------------------------------------------------------------------------------------- */
@@ -157,7 +160,7 @@ static op_t *wanted(mail_t *mail, int64_t from, int64_t tag) {
 static stray_t *set_aside(peer_t *peer, slot_t *slot) {
     stray_t *stray = malloc(sizeof *stray + slot->whole);
     if (!stray) return NULL;
-    *stray = (stray_t){NULL, slot->tag, slot->whole, 0};
+    *stray = (stray_t){NULL, slot->tag, slot->mark, slot->whole, 0};
     *peer->strays_end = stray, peer->strays_end = &stray->next;
     return stray;
 }
@@ -170,7 +173,7 @@ static int consume(mail_t *mail, int64_t from, slot_t *slot) {
         peer->stream = op;
         peer->aside = NULL;
         if (!op && !(peer->aside = set_aside(peer, slot))) return 0;
-        if (op) op->moved = 0;
+        if (op) op->moved = 0, op->mark = slot->mark;
     }
     op_t *op = peer->stream;
     if (op) {
@@ -196,7 +199,7 @@ static int from_strays(mail_t *mail, op_t *op, int64_t from) {
         if (stray->tag != op->tag) continue;
         if (!(*at = stray->next)) peer->strays_end = at;
         memcpy(op->address, stray->data, stray->moved < op->bytes ? stray->moved : op->bytes);
-        op->moved = stray->moved;
+        op->moved = stray->moved, op->mark = stray->mark;
         if (stray == peer->aside) peer->aside = NULL, peer->stream = op;
         else finish(op, from, stray->bytes);
         free(stray);
@@ -232,6 +235,11 @@ static void drain(mail_t *mail, int64_t from) {
         atomic_store_explicit(&way->tail, ++tail, memory_order_release);
         if (was_full) ring(mail, from);
     }
+    /* The rest of a long message would otherwise wait until its sender has computed what it computes. */
+    bell_t *bell = mail->bells + from;
+    if (was_full && atomic_load_explicit(&way->full, memory_order_relaxed) &&
+        !atomic_load_explicit(&bell->sleepers, memory_order_relaxed))
+        sem_post(&bell->helping);
 }
 
 /* Everything that can be done now, for all that this process has begun. The caller holds the lock. */
@@ -255,20 +263,23 @@ static int over(mail_t *mail, op_t *op) {
 static int64_t outcome(op_t *op) { return op->state == OVER ? DONE : WRONG_SIZE; }
 
 /* Begin a send. Returns 0 if it is over, otherwise the operation. */
-op_t *offbeat_mail_send(mail_t *mail, int64_t to, int64_t tag, char *address, uint64_t bytes) {
-    op_t own = {.sends = 1, .peer = to, .tag = tag, .state = QUEUED, .address = address, .bytes = bytes}, *op = NULL;
+op_t *offbeat_mail_send(mail_t *mail, int64_t to, int64_t tag, char *address, uint64_t bytes, int64_t mark) {
+    op_t own = {.sends = 1, .peer = to, .tag = tag, .mark = mark, .state = QUEUED, .address = address, .bytes = bytes}, *op = NULL;
     peer_t *peer = mail->peers + to;
     pthread_mutex_lock(&mail->lock);
     if (!peer->queue) publish(mail, &own);
     if (own.state != OVER && (op = malloc(sizeof *op))) {
         *op = own;
         *peer->queue_end = op, peer->queue_end = &op->next;
+        atomic_store(&channel(mail, mail->rank, to)->full, 1);
+        flush(mail, to); /* The receiver may have made room without seeing this. */
     }
     pthread_mutex_unlock(&mail->lock);
     return op;
 }
 
-/* Begin a receive; `from` -1: from any rank. Returns 0 if it is over and as long as expected, otherwise the operation. */
+/* Begin a receive; `from` -1: from any rank. Returns 0 if it is over, as long as expected and unmarked; otherwise the
+ * operation. */
 op_t *offbeat_mail_receive(mail_t *mail, int64_t from, int64_t tag, char *address, uint64_t bytes) {
     op_t *op = calloc(1, sizeof *op);
     if (!op) return NULL;
@@ -277,7 +288,7 @@ op_t *offbeat_mail_receive(mail_t *mail, int64_t from, int64_t tag, char *addres
     *mail->posted_end = op, mail->posted_end = &op->next;
     match_strays(mail);
     if (op->state < OVER) progress(mail);
-    int done = op->state == OVER && from >= 0;
+    int done = op->state == OVER && from >= 0 && !op->mark;
     pthread_mutex_unlock(&mail->lock);
     if (done) free(op), op = NULL;
     return op;
@@ -395,8 +406,9 @@ mail_t *offbeat_mail_open(char *memory, int64_t rank, int64_t ranks, int64_t slo
     return mail;
 }
 
-/* The sender of a finished receive, and the bytes that came. */
+/* The sender of a finished receive, its mark, and the bytes that came. */
 int64_t offbeat_mail_source(op_t *op) { return op->source; }
+int64_t offbeat_mail_mark(op_t *op) { return op->mark; }
 uint64_t offbeat_mail_arrived(op_t *op) { return op->arrived; }
 
 /* Free everything of this process; the shared memory stays. Nobody may be in a call. */

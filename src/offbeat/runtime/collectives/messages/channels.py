@@ -16,7 +16,7 @@ from typing import Any
 
 from offbeat.runtime.collectives.one_sided import signals
 
-VERSION = 1
+VERSION = 2
 LIBRARY = Path(__file__).with_name("_channels.so")
 DONE, LATE, WRONG_SIZE = range(3)
 """What a wait returns."""
@@ -28,7 +28,7 @@ _INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "lay_out": (None, (_POINTER, _INT)),
     "open": (_POINTER, (_POINTER, *(_INT,) * 7)),
-    "send": (_POINTER, (_POINTER, _INT, _INT, _POINTER, _INT)),
+    "send": (_POINTER, (_POINTER, _INT, _INT, _POINTER, _INT, _INT)),
     "receive": (_POINTER, (_POINTER, _INT, _INT, _POINTER, _INT)),
     "wait": (_INT, (_POINTER, _POINTER, _INT)),
     "test": (_INT, (_POINTER, _POINTER)),
@@ -37,6 +37,7 @@ _CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "help": (None, (_POINTER,)),
     "close": (None, (_POINTER,)),
     "source": (_INT, (_POINTER,)),
+    "mark": (_INT, (_POINTER,)),
     "arrived": (_INT, (_POINTER,)),
     "free_all": (None, (_POINTER,)),
 }
@@ -97,10 +98,10 @@ class Channels:
         self._closed = False
         # Only when nothing refers to the channels any more: a thread may still be in a call when they are closed.
         weakref.finalize(self, loaded.offbeat_mail_free_all, self._mail).atexit = False
-        self.send: Callable[[int, int, int, int], int | None] = partial(loaded.offbeat_mail_send, self._mail)
-        """Begin a send: target, tag, address and bytes; None if it is done, otherwise the operation."""
+        self.send: Callable[[int, int, int, int, int], int | None] = partial(loaded.offbeat_mail_send, self._mail)
+        """Begin a send: target, tag, address, bytes, mark; None if it is done, otherwise the operation."""
         self.receive: Callable[[int, int, int, int], int | None] = partial(loaded.offbeat_mail_receive, self._mail)
-        """The same for a receive; source -1 means any rank."""
+        """The same for a receive, without a mark; source -1 means any rank. A marked message is never None."""
         self.wait: Callable[[int, int], int] = partial(loaded.offbeat_mail_wait, self._mail)
         """Wait for an operation, for some nanoseconds at most: `DONE`, `LATE` or `WRONG_SIZE`."""
 
@@ -111,6 +112,10 @@ class Channels:
     def source(self, op: int) -> int:
         """The rank whose message a finished receive got."""
         return self._library.offbeat_mail_source(op)
+
+    def mark(self, op: int) -> int:
+        """What the sender has marked the message of a finished receive with."""
+        return self._library.offbeat_mail_mark(op)
 
     def arrived(self, op: int) -> int:
         """Bytes of the message that a finished receive got."""
