@@ -41,6 +41,14 @@ def test_a_loop_with_clipping_ends_like_one_process(
             assert result["losses"] == pytest.approx(expected["losses"], abs=1e-10)
 
 
+def test_random_models_and_data_are_those_of_one_process(launcher: Launcher, tmp_path: Path) -> None:
+    words = ["--model", "noisy", "--optimizer", "AdamW"]
+    [expected] = trained(launcher, tmp_path / "alone", "single", 1, *words)
+    for result in trained(launcher, tmp_path / "split", "tensor(2)", 2, *words):
+        assert result["losses"] == pytest.approx(expected["losses"], abs=1e-10)
+        same(expected["model"], result["model"], 1e-10)
+
+
 def test_a_run_moves_from_ways_to_one_process_to_stages_and_back(launcher: Launcher, tmp_path: Path) -> None:
     words = ["--model", "words", "--optimizer", "AdamW"]
     expected = trained(launcher, tmp_path / "alone", "single", 1, *words)[0]
@@ -78,10 +86,14 @@ def test_a_task_says_how_it_is_split_and_learns_as_it_does_alone(launcher: Launc
         ("tensor(3)", 3, r"its 4 heads cannot be divided by 3 \(2, 4 would\)"),
         ("tensor(2)", 3, "3 are not a multiple of 2. Ask for 2 or 4 workers"),
         ("tensor(1)", 1, "a replica on one worker is not split"),
-        ("server + tensor(2)", 2, "servers hold and update whole parameters"),
+        ("downpour + tensor(2)", 2, "parameters of their own beside the servers"),
+        ("server(consistency=drop_slowest(1)) + tensor(2)", 4, "be late in another"),
+        ("server(shards=200) + tensor(2)", 4, "so there would be 400 processes"),
+        ("coded + tensor(2)", 4, "those of a split replica compute it together"),
         ("allreduce(shard=optimizer) + tensor(2)", 2, "Omit shard"),
-        ("local(4) + tensor(2)", 2, "it averages whole models"),
-        ("allreduce + topk + tensor(2)", 2, "compressed sums"),
+        ("local(4) + topk + tensor(2)", 2, "would become different ones at each mean of local"),
+        ("gossip(asynchronous=True) + tensor(2)", 2, "parts of different models"),
+        ("hogwild + tensor(2)", 2, "those of a split replica have different ones"),
     ],
 )
 def test_what_cannot_be_split_is_refused_before_anything_starts(strategy: str, workers: int, message: str) -> None:

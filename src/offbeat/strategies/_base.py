@@ -12,7 +12,7 @@ import math
 import operator
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -139,6 +139,11 @@ class Splitting(Strategy):
         """Number of workers over which it spreads what it splits."""
         raise StrategyError(f"{type(self).__name__} does not say over how many workers it splits. Give it `spread`.")
 
+    def refuses_sum(self, whole: Combined) -> str | None:
+        """Why a sum that it is in cannot be, although each two of its parts go together, or None."""
+        del whole
+        return None
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Combined(Strategy):
@@ -170,6 +175,9 @@ class Combined(Strategy):
             reason = left.refuses(right) or right.refuses(left)
             if reason:
                 raise StrategyError(f"{left} and {right} cannot go together: {reason.rstrip('.')}.")
+        for part in self.split:
+            if reason := part.refuses_sum(self):
+                raise StrategyError(f"{self} cannot be: {reason.rstrip('.')}.")
         for number, compression in enumerate(self.compressions[1:], 1):
             reason = compression.follows(self.compressions[:number])
             if reason:
@@ -180,7 +188,9 @@ class Combined(Strategy):
     @property
     def traits(self) -> Traits:
         """What all of its parts promise together."""
-        return functools.reduce(operator.and_, (part.traits for part in self.parts()))
+        traits = functools.reduce(operator.and_, (part.traits for part in self.parts()))
+        # When a worker dies, the others of its replica cannot go on.
+        return replace(traits, elastic=False) if self.split else traits
 
     @property
     def lineage(self) -> str:

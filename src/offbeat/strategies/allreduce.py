@@ -194,7 +194,7 @@ class AllReduceWorker(Exchange):
 
     def install(self, model: nn.Module) -> None:
         """Sum dense gradients; sparse ones are summed after them, one by one."""
-        sparse = _sparse_parameters(model)
+        sparse = sparse_parameters(model)
         # A parameter that two models share is exchanged once.
         new = [p for p in model.parameters() if id(p) not in self._known]
         self._known.update(map(id, new))
@@ -336,7 +336,7 @@ class AllReduceWorker(Exchange):
         """The algorithms chosen for each size, with the slowest worker's seconds; costs and savings of compression."""
         if self.compressions and self.group.size > 1:
             accounts = [a for sums in self._sums if isinstance(sums, CompressedSums) for a in sums.accounts]
-            return {"compression": together([*accounts, *(a for _, a in self._means.values())], self.group)}
+            return {"compression": together([*accounts, *(a for _, a in self._means.values())], self.team)}
         if self.compressions or self.settings.algorithm is not SumAlgorithm.AUTO:
             return {}
         return {"choices": {"all_reduce": [choice.choices for choice in self._choices]}}
@@ -348,7 +348,7 @@ class AllReduceWorker(Exchange):
             sums.close()
 
 
-def _sparse_parameters(model: nn.Module) -> set[int]:
+def sparse_parameters(model: nn.Module) -> set[int]:
     """Weights whose gradients are sparse tensors: those of embeddings with sparse=True."""
     weights = [
         getattr(module, "weight", None) for module in model.modules() if getattr(module, "sparse", False) is True

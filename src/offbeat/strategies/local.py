@@ -294,17 +294,23 @@ class _Replica:
         """The exchanges of the last averaging."""
         self._common: list[Parameter] = []
         self._outer: Optimizer | None = None
+        self._saved: Mapping[str, Any] | None = None  # Of a resumed run, until the parameters are known that are here.
 
     def start(self) -> None:
         """Before the first independent step: all workers still agree."""
         if not self._common:
-            self._lay_out(None)
+            self._lay_out()
 
-    def _lay_out(self, common: Sequence[Tensor] | None) -> None:
+    def _lay_out(self) -> None:
+        saved, self._saved = self._saved, None
         self.rows = Rows(parameters_of(self._optimizer))
-        self._common = [Parameter(row, requires_grad=False) for row in (common or self.rows.read())]
+        common = self.rows.read() if saved is None else saved["common"]
+        self._common = [Parameter(row, requires_grad=False) for row in common]
         if self._settings.outer is not None and self._common:
             self._outer = self._settings.outer.on(self._common)
+            if saved is not None:
+                state = {int(number): entry for number, entry in saved["outer"].items()}
+                self._outer.load_state_dict({**self._outer.state_dict(), "state": state})
 
     def average(self, weight: float, exchange: Exchange) -> None:
         """Move the common point by the mean of all differences to it, and every worker to the common point."""
@@ -321,7 +327,7 @@ class _Replica:
         if self._settings.momentum == "averaged":
             self._average_state(weight, exchange)
         elif self._settings.momentum == "reset":
-            for parameter in parameters_of(self._optimizer):
+            for parameter in self.rows.tensors:
                 self._optimizer.state.pop(parameter, None)
                 if parameter in self._fresh:
                     self._optimizer.state[parameter] = {k: _copied(v) for k, v in self._fresh[parameter].items()}
@@ -347,6 +353,8 @@ class _Replica:
         flat.write(rows)
 
     def state_dict(self) -> dict[str, Any]:
+        if self._saved is not None:
+            return {**self._saved, "examples": self.examples}
         outer = {} if self._outer is None else self._outer.state_dict()["state"]
         return {
             "common": [row.detach().clone() for row in self._common],
@@ -356,12 +364,7 @@ class _Replica:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.examples = float(state["examples"])
-        if not state["common"]:
-            return
-        self._lay_out(state["common"])
-        if self._outer is not None:
-            saved = {int(number): entry for number, entry in state["outer"].items()}
-            self._outer.load_state_dict({**self._outer.state_dict(), "state": saved})
+        self._common, self._saved = [], state if state["common"] else None
 
 
 def _mean(exchange: Exchange, row: Tensor, what: str, shapes: Shapes) -> None:

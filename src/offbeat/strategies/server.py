@@ -220,6 +220,11 @@ class ServerWorker(SnapshotPushWorker):
 
     def vector(self, counted: Callable[[], None]) -> Vector:
         """The parameters on the servers, once they are there."""
+        if self.link.client.plan.parts:
+            raise StrategyError(
+                "each worker has a part of the model, so there is no vector of all parameters whose ranges it could "
+                "push and pull. Use server without a split, or let the optimizer step."
+            )
         if self.driver is None or self.optimizer is None:
             raise UsageError(
                 "nothing is on the servers yet: give the model and its optimizer to prepare() before team.vector."

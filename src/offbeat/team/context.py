@@ -14,7 +14,7 @@ from offbeat.protocols.partition import mixed
 from offbeat.runtime.data.loaders import Share
 from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.gradients.noise import Gauge
-from offbeat.runtime.groups.coordinated_group import group_for
+from offbeat.runtime.groups.coordinated_group import CoordinatedGroup, group_for
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.metrics import Ledger, Reports
 from offbeat.runtime.run.rank_environment import Place
@@ -22,14 +22,15 @@ from offbeat.runtime.run.settings import Assignment, Goal, Target
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.state import random_state
 from offbeat.runtime.state.checkpoint_manager import Holdings, Memory
-from offbeat.strategies import Combined, Pipeline, combined, parse
+from offbeat.strategies import Combined, combined, parse
 from offbeat.strategies.compressors import Compressing
-from offbeat.strategies.splitting.layouts import relaid
+from offbeat.strategies.splitting.layouts import check_placement, relaid
 from offbeat.strategies.worker.capabilities import Accounted, Metered, Observed, Starter, refuse_halves
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing, pace_of
 from offbeat.strategies.worker.loop_hooks import LoopHooks
+from offbeat.team.part_exchange import PartExchange
 from offbeat.team.split import SplitWork, mesh_of
-from offbeat.team.tensor import TensorWork
+from offbeat.team.split_context import SplitContext
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Workplace:
     """Measures gradient noise, if requested."""
     seed: int
     """Seed of the order of the data; the same on all workers."""
-    split: SplitWork | TensorWork | None = None
+    split: SplitWork | None = None
     """This worker's part of a replica, where replicas are spread over several workers."""
     shares: list[Share] = field(default_factory=list[Share])
     """This worker's shares of loaders, where they depend on which workers are alive."""
@@ -89,9 +90,9 @@ class Workplace:
         if rank:
             # Its own random state, so that dropout masks differ between workers; worker 0's is not touched.
             random_state.seed_everything(mixed(self.seed, rank))
-        if isinstance(self.split, TensorWork):
+        if self.split is not None:
             self.split.draw_alike()
-        if isinstance(self.exchange, Starter):
+        if isinstance(self.exchange, Starter) and self.split is None:  # A part of the model begins when it is cut.
             self.exchange.begin()
         self.group.barrier("the start of training")
         if not self.memory.resuming:
@@ -114,8 +115,9 @@ class Workplace:
         is cut into stages in the first call; under any other, the function calls the model and backward. `layers` are
         modules of the model between which it may be cut, if they are not to be found (see `Task.stages`).
         """
-        if isinstance(self.split, SplitWork):
-            return self.split.step_of(model, criterion, layers)
+        split_step = None if self.split is None else self.split.step_of(model, criterion, layers)
+        if split_step is not None:
+            return split_step
 
         def step(inputs: Any, target: Any) -> Tensor:
             loss = criterion(model(inputs), target)
@@ -129,7 +131,7 @@ class Workplace:
 
         `column`, `row`, `heads`, `vocabulary` or `whole`; modules that are not named stay whole. See docs/tensor.md.
         """
-        if isinstance(self.split, TensorWork):
+        if self.split is not None:
             self.split.follow(own)
 
     def redivide(self) -> None:
@@ -158,8 +160,14 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     if group.presence is not None:
         group.presence.step = lambda: ledger.steps
         group.presence.give_up = assignment.fail or group.presence.give_up
+    check_placement(strategy, goal.placement, [0] * place.size)
+    if strategy.split and isinstance(group, CoordinatedGroup):
+        group.connect_directly(place)
     mesh = mesh_of(strategy, group, goal) if strategy.split else None
-    exchange = cast("Exchanging", strategy.exchange).connect(mesh.replicas if mesh else group, stopwatch)
+    among = group if mesh is None else mesh.replicas
+    if mesh is not None and isinstance(group, CoordinatedGroup):
+        group.peers, among = mesh.replicas, group
+    exchange = cast("Exchanging", strategy.exchange).connect(among, stopwatch)
     refuse_halves(strategy.exchange, exchange)
     exchange.compressions = cast("tuple[Compressing, ...]", strategy.compressions)
     pace, batches = pace_of(cast("Timing | None", strategy.when), exchange)
@@ -173,23 +181,23 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     reports.payload = exchange.payload if isinstance(exchange, Metered) else reports.payload
     reports.accounts = exchange.accounts if isinstance(exchange, Accounted) else reports.accounts
     reports.write_to(assignment.folder, goal.tensorboard)
-    kept = {"exchange": exchange, "pace": pace, "ledger": ledger}
+    part = None if mesh is None else PartExchange(exchange, mesh, holdings)
+    split = None
+    if mesh is not None and part is not None:
+        split = SplitWork(SplitContext(strategy, mesh, group, part, stopwatch, holdings, assignment.send))
+    kept: dict[str, Any] = {"exchange": part or exchange, "pace": pace, "ledger": ledger}
+    kept |= {"split": split} if mesh is not None and mesh.place.stages > 1 else {}
     # Random state comes last, so that nothing restored before it can draw from it.
     kept |= {"stopwatch": stopwatch, "group": group, "reports": reports, "random": random_state.Generators()}
     identity = dict(assignment.identity) | {"strategy": strategy.lineage, "workers": place.size}
     replicated = exchange.replicated and pace.replicated
     memory = Memory(assignment.folder, group, identity, holdings, replicated, relaid)
-    memory.keep(**cast("dict[str, Any]", kept))
+    memory.keep(**kept)
     if assignment.resume and not assignment.joins:
         seed = memory.recall()["seed"]
-    exchange.seed = seed
+    exchange.seed, exchange.team = seed, group
     disturber = Disturber(goal.disturbances, "worker", place.rank, seed, assignment.send, assignment.disturbed)
     gauge = None if goal.gauge is None else Gauge(group)
-    split: SplitWork | TensorWork | None = None
-    if mesh is not None:
-        parts = strategy, mesh, group, exchange, stopwatch, holdings
-        staged = any(isinstance(part, Pipeline) for part in strategy.split)
-        split = SplitWork(*parts) if staged else TensorWork(*parts, assignment.send)
     return Workplace(
         *(assignment, group, device, strategy, exchange, pace, batches, stopwatch, ledger, holdings, watch, reports),
         *(memory, disturber, gauge, seed, split),

@@ -116,7 +116,9 @@ class LoaderFeed:
         # Exact strategies meet for it even if their workers do not wait for each other.
         meeting = place.exchange.aligned or place.strategy.traits.exact
         with place.stopwatch.spent_on("communicate" if place.group.size > 1 else "other"):
-            return agreed_state(place.group, meeting, state, seed)
+            state, follows = agreed_state(place.group, meeting, state, seed)
+        # The workers of a replica draw alike, so all of worker 0's follow it.
+        return state, follows or (place.split is not None and place.replica[0] == 0)
 
     def passed_over(self) -> int:
         """Batches that were trained on without this worker since the last call."""

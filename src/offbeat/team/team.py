@@ -27,6 +27,7 @@ from offbeat.runtime.groups.group import StaticMembership
 from offbeat.runtime.run.rank_environment import Place, where
 from offbeat.runtime.run.report import reporter
 from offbeat.runtime.run.settings import ASSIGNED, Assignment, Goal
+from offbeat.simulate.pipelines import StagedStep
 from offbeat.simulate.predicted_step import Step
 from offbeat.strategies import Strategy
 from offbeat.strategies.servers.vector import Vector
@@ -34,7 +35,6 @@ from offbeat.strategies.worker.capabilities import Explaining, HasNotes, Ranged,
 from offbeat.team.between_steps import Boundaries
 from offbeat.team.context import Workplace, set_up
 from offbeat.team.prepare import Adoption, LoaderFeed
-from offbeat.team.tensor import TensorWork
 
 
 def init(
@@ -303,10 +303,8 @@ def _conclude(work: Workplace) -> None:
     work.reports.conclude(entries)
 
 
-def _predicted(work: Workplace) -> Step | str:
+def _predicted(work: Workplace) -> Step | StagedStep | str:
     """What a step exchanges, or why its time cannot be predicted."""
     if work.split is not None:
-        if isinstance(work.split, TensorWork):
-            return "the sums of activations depend on the model's batches, and are not planned"
-        return "a step of a pipeline is more than its exchanges: offbeat draw shows it"
+        return work.split.predicted(work.pace.predicted(), work.batches_per_step)
     return work.pace.predicted()

@@ -310,7 +310,7 @@ class ServerDriver:
 
     def load(self, request: LoadRequest) -> None:
         """Put states on the servers, if this worker leads. Collective."""
-        if self.link.group.membership.leads:
+        if self.link.leads:
             self.link.client.answer(request, "putting the parameters on the servers")
         self.link.group.barrier("the parameters being on the servers")
 
@@ -334,7 +334,7 @@ class ServerDriver:
             states[shard] = torch.from_numpy(state.copy())
 
         client = self.link.client
-        if self.link.group.membership.leads:
+        if self.link.leads:
             client.wait(client.ask(FetchRequest(), keep).token, "fetching the servers' state")
         self.link.group.barrier("the servers' state being fetched")
         return [states[shard] for shard in sorted(states)]

@@ -82,16 +82,18 @@ class PushWorker(Exchange):
 
     starts_alike = False
     acts_in_steps = True
+    updates_elsewhere = True
     keeps_apart: bool = False
     """Whether pulled values are kept beside the worker's own parameters, rather than in their place."""
     unpredicted = "waits at servers are decided during the run (offbeat bench server --simulate plays them)"
 
     def __init__(self, group: Group, stopwatch: Stopwatch, strategy: ServerExchanging, rhythm: Rhythm) -> None:
-        super().__init__(group, stopwatch)
+        coordinated = served(group, strategy)
+        super().__init__(coordinated.peers, stopwatch)
         self.strategy, self._rhythm = strategy, rhythm
         self.tolerance: dict[str, Any] = {}
         """How servers handle stale gradients, as fields of their recipe; by default they do nothing."""
-        self.link = ServerLink(served(group, strategy), stopwatch, strategy.rule)
+        self.link = ServerLink(coordinated, stopwatch, strategy.rule)
         self.passed_over, self.figures = self.link.passed_over, self.link.record.figures
         self.optimizer: Optimizer | None = None
         self.driver: ServerDriver | None = None
@@ -227,7 +229,7 @@ class PushWorker(Exchange):
         """Restore the shards' state, and continue from that clock."""
         if self.driver is None:
             return
-        if self.group.membership.outside:
+        if self.link.group.membership.outside:
             self.link.clock = self.link.group.membership.clock  # Servers have newer values than the checkpoint.
             self.driver.refresh()
             return
@@ -251,18 +253,18 @@ class PushWorker(Exchange):
         """Pushes and reads of all workers, and each one's waits and traffic with servers. Collective."""
         self.stopwatch.total()
         links = self.link.client.connection.links()
-        return self.link.record.accounts(self.group, self.stopwatch.seconds["wait"], links)
+        return self.link.record.accounts(self.link.group, self.stopwatch.seconds["wait"], links)
 
     def staleness(self, steps: int) -> dict[str, int]:
         """Reads of all workers by staleness, including values that were used again."""
         del steps
-        return self.link.record.staleness(self.group)
+        return self.link.record.staleness(self.link.group)
 
     def notes(self) -> dict[str, Any]:
         """Why pushes were refused, if any were; costs of compression, compared with dense pushes. Collective."""
         if self.driver is not None:
             self.driver.queue.settle_all()
-        refused = self.link.record.notes(self.group)
+        refused = self.link.record.notes(self.link.group)
         return refused if self.driver is None else {**refused, **self.driver.queue.compared()}
 
 
@@ -274,8 +276,9 @@ class SnapshotPushWorker(PushWorker):
 
     @property
     def snapshots(self) -> bool:
-        """Where every push is applied on its own: a shard then never holds half a step."""
-        return not self.link.rule.aggregated and self.driver is not None and self.optimizer is not None
+        """Where every push is applied on its own: a shard then never holds half a step; not of parts of a model."""
+        whole = not self.link.client.plan.parts
+        return whole and not self.link.rule.aggregated and self.driver is not None and self.optimizer is not None
 
     def want_snapshot(self) -> None:
         """Ask the coordinator."""

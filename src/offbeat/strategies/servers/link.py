@@ -122,8 +122,16 @@ class ServerLink:
 
     @property
     def shards(self) -> int:
-        """Number of shards."""
-        return self.client.plan.shards
+        """Number of shards of this worker's part of the model."""
+        return len(self.client.view.shards_of(self.group.rank))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker does what only one does for this part of the model: the first live one that has it."""
+        view, membership = self.client.view, self.group.membership
+        own = view.shards_of(self.group.rank)
+        same = [rank for rank in membership.members if view.shards_of(rank) == own]
+        return not membership.outside and self.group.rank == min(same, default=self.group.rank)
 
     def wait(self, token: int, what: str) -> Sequence[Any]:
         """Wait for answers, and record them: a push may have been refused, or its step was complete without it."""

@@ -146,7 +146,9 @@ class ShardedAllReduceWorker(AllReduceWorker):
             for parameter, own, place in zip(shards.parameters, shards.slices, shards.gradients.ranges, strict=True):
                 places |= {id(parameter): own} if slices else {id(own): parameter}
                 if slices and parameter in optimizer.state:  # It was there before the optimizer was prepared.
-                    optimizer.state[own] = sliced(optimizer.state.pop(parameter), parameter, place)
+                    known = sliced(optimizer.state.pop(parameter), parameter, place)
+                    if own.numel():  # An empty slice makes no steps, and must not report how many there were.
+                        optimizer.state[own] = known
         for group in optimizer.param_groups:
             group["params"] = [places.get(id(member), member) for member in group["params"]]
 
@@ -198,7 +200,7 @@ class ShardedAllReduceWorker(AllReduceWorker):
             sum(shards.gradients.most_bytes for shards in self._shards),
             sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor)),
         ]
-        counts = self.group.gather([float(count) for count in held], "the count of memory")
+        counts = self.team.gather([float(count) for count in held], "the count of memory")
         for shards in self._shards:
             shards.conclude()
         names = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+from offbeat.errors import UsageError
+from offbeat.protocols.placement import AUTO, Order, chosen
 from offbeat.strategies._base import Combined, Strategy, combined
 from offbeat.strategies.language.parser import parse
 
@@ -15,9 +20,34 @@ def relaid(before: Strategy | str, now: Strategy | str) -> bool:
     return any(side.split for side in sides) and all(map(_shares_one_state, sides)) and sides[0].when == sides[1].when
 
 
-def place_in_words(strategy: Strategy | str, rank: int) -> str:
+def check_placement(strategy: Combined, setting: str, hosts: Sequence[int]) -> None:
+    """Refuse a placement of workers that the strategy does not have."""
+    if strategy.split:
+        order_of(strategy, setting, hosts)
+    elif setting != AUTO:
+        raise UsageError(
+            f"--placement {setting} says which workers share a replica, and under {strategy} each has a whole one. "
+            f"Omit it, or add pipeline(2) or tensor(2)."
+        )
+
+
+def order_of(strategy: Combined, setting: str, hosts: Sequence[int]) -> Order:
+    """The worker at each place of a strategy with a split, for the host of each worker."""
+    stages, ways = shape_of(strategy)
+    return chosen(setting, hosts, stages, ways)
+
+
+def shape_of(strategy: Combined) -> tuple[int, int]:
+    """Stages, and ways of each."""
+    stages = math.prod(part.spread for part in strategy.split if part.name == "pipeline")
+    return stages, strategy.replica_size // stages
+
+
+def place_in_words(strategy: Strategy | str, rank: int, setting: str, hosts: Sequence[int]) -> str:
     """Which part of the model a worker has, such as `stage 1 of replica 0`; empty if it has all of it."""
-    split = combined(parse(strategy) if isinstance(strategy, str) else strategy).split
+    whole = combined(parse(strategy) if isinstance(strategy, str) else strategy)
+    split = whole.split
+    rank = order_of(whole, setting, hosts).index(rank) if split else rank
     words: list[str] = []
     for part in reversed(split):
         rank, place = divmod(rank, part.spread)
@@ -26,6 +56,6 @@ def place_in_words(strategy: Strategy | str, rank: int) -> str:
 
 
 def _shares_one_state(strategy: Combined) -> bool:
-    exchange = strategy.exchange
-    replicated = exchange.name == "single" or getattr(exchange, "shard", None) == "nothing"
-    return replicated and not strategy.compressions
+    equal = strategy.exchange.name in ("single", "allreduce")
+    in_step = strategy.when is None or strategy.when.name == "accumulate"
+    return equal and in_step and not strategy.compressions

@@ -8,7 +8,8 @@ from typing import Literal
 
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.pipelines.orders import PipelineKind, check_numbers
-from offbeat.strategies._base import Axis, Splitting, Strategy, Traits
+from offbeat.strategies._base import Axis, Combined, Splitting, Strategy, Traits
+from offbeat.strategies.splitting.exchanges import objection, objection_to_sum
 
 AUTO_PER_STAGE = 4
 """Microbatches for each stage where their number is chosen here: less than a fifth of the time is then bubbles."""
@@ -35,7 +36,8 @@ class Pipeline(Splitting):
     promises = Traits(synchronous=True, exact=True, splits_model=True)
     examples = (
         *("pipeline(2)", "pipeline(4, schedule=gpipe, microbatches=8)", "pipeline(2, schedule=interleaved, chunks=2)"),
-        *("allreduce + pipeline(2)", "allreduce + accumulate(2) + pipeline(2)"),
+        *("allreduce + pipeline(2)", "allreduce + accumulate(2) + pipeline(2)", "local(8) + pipeline(2)"),
+        *("gossip + pipeline(2)", "server(consistency=ssp(2)) + pipeline(2)", "allreduce + topk(0.05) + pipeline(2)"),
     )
     aliases = MappingProxyType({})
     _ranges = (
@@ -73,33 +75,8 @@ class Pipeline(Splitting):
 
     def refuses(self, other: Strategy) -> str | None:
         """What has not been made to work with a model of which each worker has a part."""
-        if other.axis is Axis.SPLIT or other.name in ("single", "accumulate"):
-            return None
-        if other.name == "allreduce":
-            shard = getattr(other, "shard", "nothing")
-            return None if shard == "nothing" else _SHARDED.format(shard=shard)
-        reason = _REASONS.get(other.name, _OTHER[other.axis])
-        return f"{reason}. Use allreduce with {self.name}, with or without accumulate"
+        return None if other.axis is Axis.SPLIT else objection(self, other)
 
-
-_SHARDED = (
-    "shard={shard} divides what every replica holds over all workers, and a stage already holds only its own part. "
-    "Omit shard"
-)
-_SERVED = "servers hold and update whole models, and each worker of a pipeline has the gradients of one stage only"
-_REASONS = {
-    "ddp": "DistributedDataParallel connects all workers, and only those of one stage have the same gradients",
-    "server": _SERVED,
-    "coded": _SERVED,
-    "downpour": _SERVED,
-    "elastic": _SERVED,
-    "hogwild": "its workers update the same parameters, and the stages of a pipeline have different ones",
-    "gossip": "it mixes whole models, and each worker of a pipeline has one stage only",
-    "local": "it averages whole models, and each worker of a pipeline has one stage only",
-}
-"""Why these cannot be added to a pipeline."""
-_OTHER = {
-    Axis.EXCHANGE: "it is not known whether it can exchange the stages of a model",
-    Axis.WHEN: "it is not known whether its rhythm suits a model in stages",
-    Axis.COMPRESSION: "compressed sums of the gradients of one stage have not been tried",
-}
+    def refuses_sum(self, whole: Combined) -> str | None:
+        """Compressed means of models."""
+        return objection_to_sum(whole)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offbeat.strategies._base import Axis, Splitting, Strategy, Traits
+from offbeat.strategies._base import Axis, Combined, Splitting, Strategy, Traits
+from offbeat.strategies.splitting.exchanges import objection, objection_to_sum
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,11 @@ class TensorParallel(Splitting):
     name = "tensor"
     level = 1
     promises = Traits(synchronous=True, exact=True, deterministic=True, splits_model=True)
-    examples = ("tensor(2)", "allreduce + tensor(2)", "allreduce + accumulate(2) + tensor(2)")
+    examples = (
+        *("tensor(2)", "allreduce + tensor(2)", "allreduce + accumulate(2) + tensor(2)", "local(8) + tensor(2)"),
+        *("gossip + tensor(2)", "server(consistency=ssp(2)) + tensor(2)", "allreduce + topk(0.05) + tensor(2)"),
+        *("pipeline(2) + tensor(2)", "allreduce + pipeline(2) + tensor(2)"),
+    )
     first_alone = True
     _ranges = (("ways", lambda ways: ways >= 2, "a replica on one worker is not split"),)
 
@@ -33,34 +38,12 @@ class TensorParallel(Splitting):
 
     def refuses(self, other: Strategy) -> str | None:
         """What has not been made to work with parameters of which each worker has a part."""
-        if other.name in ("single", "accumulate"):
+        if other.name == "pipeline":
             return None
-        if other.name == "allreduce":
-            shard = getattr(other, "shard", "nothing")
-            return None if shard == "nothing" else _SHARDED.format(shard=shard)
-        reason = _REASONS.get(other.name, _OTHER[other.axis])
-        return f"{reason}. Use allreduce with {self.name}, with or without accumulate"
+        if other.axis is Axis.SPLIT:
+            return "it is not known whether it can split what is split already"
+        return objection(self, other)
 
-
-_SHARDED = (
-    "shard={shard} divides what every worker holds over all of them, and a way already holds only its part. Omit shard"
-)
-_SERVED = "servers hold and update whole parameters, and each way has the gradients of its parts only"
-_REASONS = {
-    "ddp": "DistributedDataParallel connects all workers, and only those of one way have the same parameters",
-    "server": _SERVED,
-    "coded": _SERVED,
-    "downpour": _SERVED,
-    "elastic": _SERVED,
-    "hogwild": "its workers update the same parameters, and ways have different parts of them",
-    "gossip": "it mixes whole models, and each way has parts only",
-    "local": "it averages whole models, and each way has parts only",
-    "pipeline": "stages are cut from a model whose layers are whole, and ways would need the parts of each stage",
-}
-"""Why these cannot be added to it."""
-_OTHER = {
-    Axis.EXCHANGE: "it is not known whether it can exchange parts of parameters",
-    Axis.WHEN: "it is not known whether its rhythm suits parts of parameters",
-    Axis.COMPRESSION: "compressed sums of the gradients of parts have not been tried",
-    Axis.SPLIT: "it is not known whether it can split what is split already",
-}
+    def refuses_sum(self, whole: Combined) -> str | None:
+        """Compressed means of models."""
+        return objection_to_sum(whole)

@@ -71,12 +71,16 @@ class Exchange(WorkerSide, ABC):
     """Whether a gradient that backward did not reach is exchanged too, if it is there when backward ends."""
     mixes: bool = False
     """Whether it mixes models after a step, instead of exchanging gradients before it."""
+    updates_elsewhere: bool = False
+    """Whether other processes update parameters, in their own time: two copies of one would then drift apart."""
     unpredicted: str = "its exchanges are not known as schedules beforehand"
     """Why the time of a step cannot be predicted, unless it is `Costed`."""
 
     def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
         super().__init__()
         self.group = group
+        self.team: Group = group
+        """All workers of the run, whose figures are in the result: the same, unless replicas are split."""
         self.stopwatch = stopwatch
         self.weight_in_backward = 1.0
         """The factor already applied to a gradient when backward finishes it."""

@@ -15,6 +15,7 @@ from offbeat.errors import StrategyError
 from offbeat.protocols.exchanges import SMALL_GRADIENT
 from offbeat.runtime.collectives.one_sided.native import overlap
 from offbeat.runtime.groups.group import Group
+from offbeat.runtime.split.absent import is_absent
 
 SHARING = "the sharing of parameters"
 LINE = 64
@@ -22,10 +23,11 @@ LINE = 64
 
 
 class Rows:
-    """Tensors side by side, in one row for each dtype and device: almost always one."""
+    """Tensors side by side, in one row for each dtype and device: almost always one. Absent ones are omitted."""
 
     def __init__(self, tensors: Iterable[Tensor], every_kind: bool = False) -> None:
-        distinct = {id(t): t for t in tensors if t.numel()}.values()  # Tied weights have several names.
+        # Tied weights have several names.
+        distinct = {id(t): t for t in tensors if t.numel() and not is_absent(t)}.values()
         self.tensors = [t for t in distinct if every_kind or t.is_floating_point() or t.is_complex()]
         kinds = sorted({(t.dtype, t.device) for t in self.tensors}, key=str)
         self._by_kind = [[t for t in self.tensors if (t.dtype, t.device) == kind] for kind in kinds]

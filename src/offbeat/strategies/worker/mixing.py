@@ -127,7 +127,8 @@ class GossipWorker(MixingWorker):
         if self.group.size == 1:
             return
         if why_not(self.group) is None:
-            most = sum(p.numel() * p.element_size() for optimizer in self._optimizers for p in parameters_of(optimizer))
+            rows = [Rows(parameters_of(optimizer)) for optimizer in self._optimizers]
+            most = sum(tensor.nbytes for each in rows for tensor in each.tensors)
             self._trials = measured(
                 self.group, most, lambda size: partial(self._mixer.mix, [torch.zeros(max(1, size // 4))], 0)
             )
