@@ -38,7 +38,8 @@ def drawn(text: str, stages: int = 4, network: Network = FREE, slow: str = "none
 
 def test_every_computation_and_message_of_the_schedule_is_drawn() -> None:
     timeline = drawn(INTERLEAVED, network=Network.parse("10Gbit,50us"))
-    plan = PipelinePlan(PipelineKind.INTERLEAVED, 4, 8, 2, tuple(PartEdge(part, part + 1, 1000) for part in range(7)))
+    edges = tuple(PartEdge(part, part + 1, 1000) for part in range(7))
+    plan = PipelinePlan(PipelineKind.INTERLEAVED, 4, 8, 2, edges, tells_loss=True)
     expected = cost(rounds(plan), plan.view(), plan.layout)
     computed = [each for each in timeline.intervals if each.activity.computes]
     assert len(computed) == 4 * 2 * 8 * 2
@@ -101,7 +102,7 @@ def test_numbers_of_workers_and_microbatches_are_the_strategys(offbeat: Offbeat)
     assert told["lanes"] == ["stage 0", "stage 1", "stage 2"]
     computed = [each["label"] for each in told["intervals"] if each["lane"] == 0 and each["activity"] == "forward"]
     assert computed == [f"forward of microbatch {number}" for number in range(5)]
-    assert len(json.loads(offbeat("draw", "pipeline(2)", "--format", "json").out)["messages"]) == 2 * 8
+    assert len(json.loads(offbeat("draw", "pipeline(2)", "--format", "json").out)["messages"]) == 2 * 8 + 1
 
 
 @pytest.mark.parametrize(

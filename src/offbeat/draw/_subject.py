@@ -207,7 +207,7 @@ def _pipeline(strategy: Combined, text: str, setting: Scenario) -> Timeline:
     parts = range(pipeline.stages * pipeline.chunks)
     seconds = tuple(PartSeconds(own[part % pipeline.stages], 2 * own[part % pipeline.stages]) for part in parts)
     edges = tuple(PartEdge(part, part + 1, setting.nbytes) for part in parts[:-1])
-    plan = PipelinePlan(pipeline.schedule, pipeline.stages, count, pipeline.chunks, edges, seconds)
+    plan = PipelinePlan(pipeline.schedule, pipeline.stages, count, pipeline.chunks, edges, seconds, tells_loss=True)
     return pipeline_timeline(plan, setting.network, text, setting.hosts)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offbeat.monitor.deadlocks import Judge
-from offbeat.monitor.history import RecordedRun, recorded
+from offbeat.monitor.history import RecordedRun, has_events, recorded
 from offbeat.monitor.live import LiveWatch
 from offbeat.monitor.staleness_and_nans import Held, Staleness, Unfit, held_up, staleness, unfit
 from offbeat.monitor.stragglers import Blame, LateWorker, blame, late_steps
@@ -24,6 +24,7 @@ __all__ = [
     "Unfit",
     "Verdict",
     "blame",
+    "has_events",
     "held_up",
     "late_steps",
     "recorded",

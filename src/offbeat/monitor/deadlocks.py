@@ -18,7 +18,7 @@ from offbeat.protocols.causality.deadlock import Wait, deadlock, natural
 from offbeat.runtime.events.recorder import Mark, Stamp
 from offbeat.runtime.events.servers import GROUP as SERVERS
 
-UNJUDGED = frozenset({Mark.TURN, Mark.SENT, Mark.RECEIVED, Mark.APPLIED, Mark.ANSWERED, Mark.PARKED})
+UNJUDGED = frozenset({Mark.TURN, Mark.SENT, Mark.RECEIVED, Mark.COMPUTED, Mark.APPLIED, Mark.ANSWERED, Mark.PARKED})
 """Marks that no verdict depends on."""
 _OPERATIONS = frozenset({Mark.ENTER, Mark.START, Mark.WAIT, Mark.EXIT, Mark.FAIL})
 _MUTE = frozenset({Mark.EXIT, Mark.FAIL, Mark.TURN, Mark.SENT, Mark.RECEIVED, Mark.VIEW})

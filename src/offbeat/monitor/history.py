@@ -21,7 +21,7 @@ from offbeat.monitor.cpu_wait import Queues, read_queues
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.causality.cuts import Cut
 from offbeat.protocols.causality.histories import Call, Computation, Event, EventKind, computation
-from offbeat.runtime.events.recorder import FOLDER, KINDS, OTHER, About, Mark, Reader, Stamp, events_file
+from offbeat.runtime.events.recorder import FOLDER, KINDS, OTHER, WAITING, About, Mark, Reader, Stamp, events_file
 from offbeat.runtime.events.servers import GROUP as SERVERS
 from offbeat.runtime.events.servers import PULL, PUSH
 
@@ -40,6 +40,11 @@ class RecordedRun(Struct, frozen=True):
     dropped: int  # Number of older events that were overwritten.
     servers: ServerStamps = {}
     queues: Queues = {}  # How long each worker had waited for a core, as far as recorded.
+
+
+def has_events(folder: Path) -> bool:
+    """Whether a run was recorded."""
+    return any((folder / FOLDER).glob("worker-*.events"))
 
 
 def recorded(folder: Path) -> RecordedRun:
@@ -184,7 +189,7 @@ class _WorkerEvents:
             yield from self._message(stamp, about, stamp.mark is Mark.SENT)
         elif about.group == SERVERS:
             yield from self._at_servers(stamp, about)
-        elif stamp.mark in (Mark.WAIT, Mark.FAIL, Mark.READ):
+        elif stamp.mark in (Mark.WAIT, Mark.FAIL, Mark.READ, Mark.COMPUTED):
             return
         elif about.peer is None:
             call = call_of(about, stamp.sequence)
@@ -203,7 +208,7 @@ class _WorkerEvents:
         if sends:
             key = (about.group, self._rank, about.peer, about.tag, stamp.sequence)
             if self._sent.get(key) is stamp:
-                yield Event(EventKind.SEND, time=stamp.time, spent=self._time_spent(), message=key)
+                yield Event(EventKind.SEND, about.words or "", stamp.time, self._time_spent(), message=key)
             return
         peer = stamp.value - 1 if about.peer is not None and about.peer < 0 else about.peer
         channel = (about.group, peer, self._rank, about.tag)
@@ -212,8 +217,10 @@ class _WorkerEvents:
         # The n-th message sent is the n-th received; if earlier events were overwritten, its own number is as good.
         key = (*channel, number)
         if key in self._sent and self._sent[key].time <= stamp.time:
-            self._time_spent()
-            yield Event(EventKind.RECEIVE, time=stamp.time, message=key)
+            spent = self._time_spent()
+            # A stage of a pipeline knows how much of it was a wait; of anything else it is not known.
+            spent = spent if KINDS[WAITING] in spent else {}
+            yield Event(EventKind.RECEIVE, about.words or "", stamp.time, spent, message=key)
 
     def _at_servers(self, stamp: Stamp, about: About) -> Iterator[Event]:
         if stamp.mark is Mark.READ:

@@ -17,7 +17,7 @@ from offbeat.monitor.diagram import intervals
 from offbeat.monitor.diagram.cuts import line_of
 from offbeat.monitor.diagram.intervals import INTERVAL, KINDS, NO_CALL, CallGroups, Window, apart, layered
 from offbeat.monitor.diagram.model import LOGICAL, MANY, SECONDS, Arrow, Band, Diagram, Moment, Span, Stay
-from offbeat.monitor.diagram.waits import Floats, Names, Table, joined, lane_of, stays_of
+from offbeat.monitor.diagram.waits import Floats, Lane, Names, Table, joined, lane_of, stays_of
 from offbeat.monitor.history import STEPS, history_of
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.causality.cuts import Cut
@@ -53,7 +53,11 @@ class Scene:
         self.origin = min(times) if self.axis == SECONDS else 0.0
         self.times = [self._times(process) for process in range(run.size)]
         self._names = Names()
-        self._calls = CallGroups(self._stays(stamps), self._names, run.processes)
+        lanes = [lane_of(worker_name(rank), own, self._names) for rank, own in (stamps or {}).items()]
+        self._calls = CallGroups(self._stays(None if stamps is None else lanes), self._names, run.processes)
+        self._computed = intervals.computations(lanes)
+        for column in ("start", "stop"):
+            self._computed[column] -= self.origin
         failed = self._calls.stays[self._calls.stays["failed"]]
         ends = [float(times[-1]) for times in self.times if times.size] + failed["ended"].tolist()
         self.stop = max(ends, default=self.start)
@@ -107,10 +111,10 @@ class Scene:
         # An event that was recorded a little late is not before the previous one.
         return np.maximum.accumulate(times) if times.size else times
 
-    def _stays(self, stamps: Mapping[int, Sequence[Stamp]] | None) -> Table:
-        if stamps is None:
+    def _stays(self, known: Sequence[Lane] | None) -> Table:
+        if known is None:
             return stays_of(self.run, self.times, self._names)
-        stays = joined([lane_of(worker_name(rank), own, self._names) for rank, own in stamps.items()])
+        stays = joined(known)
         for column in ("begun", "waited", "ended"):
             stays[column] -= self.origin
         # Steps on servers are collectives that only the run as a whole shows; waits in them were recorded.
@@ -126,7 +130,8 @@ class Scene:
         for lane in range(workers):
             history, times = self.run.histories[lane], self.times[lane].tolist()
             rows = _own(history, times, lane) if self.axis == SECONDS else []
-            lanes.append(layered(np.array(rows, INTERVAL), apart(calls[calls["lane"] == lane])))
+            above = np.concatenate([own[own["lane"] == lane] for own in (calls, self._computed)])
+            lanes.append(layered(np.array(rows, INTERVAL), apart(above)))
         return np.concatenate(lanes)
 
     def _arrow(self, edge: Edge) -> Arrow:
@@ -161,7 +166,7 @@ class Scene:
     def _spans(self, view: _View) -> Iterator[Span]:
         alone, merged = self._window.seen(view.start, view.stop, view.columns, view.shapes)
         for row in alone[np.lexsort((alone["start"], alone["lane"]))]:
-            label = self._numbered(row) if row["call"] != NO_CALL else ""
+            label = self._numbered(row) if row["call"] != NO_CALL or row["kind"] >= intervals.FORWARD else ""
             kind, start, stop = KINDS[row["kind"]], float(row["start"]), float(row["stop"])
             yield Span(int(row["lane"]), kind, start, stop, label, open=bool(row["open"]))
         view.merged["spans"] += int(merged["count"].sum())

@@ -12,11 +12,12 @@ from typing import Final
 
 import numpy as np
 
-from offbeat.monitor.diagram.waits import Floats, Names, Table
+from offbeat.monitor.diagram.waits import WORKS, Floats, Lane, Names, Table
 
-KINDS: Final = ("wait", "communicate", "under way", "failed", "stuck", "compute", "input", "evaluate", "other")
-"""`stuck`: the process was in it when the run ended, and never left. The last four are a process's own work."""
-WAIT, COMMUNICATE, UNDER_WAY, FAILED, STUCK, COMPUTE, INPUT, EVALUATE, OTHER = range(len(KINDS))
+KINDS: Final = ("wait", "communicate", "under way", "failed", "stuck", "compute", "input", "evaluate", "other", *WORKS)
+"""`stuck`: the process was in it when the run ended, and never left. The last seven are a process's own work, of which
+the last three are for a microbatch, on a stage of a pipeline."""
+WAIT, COMMUNICATE, UNDER_WAY, FAILED, STUCK, COMPUTE, INPUT, EVALUATE, OTHER, FORWARD, *_ = range(len(KINDS))
 INTERVAL: Final = np.dtype(
     [
         ("start", "<f8"), ("stop", "<f8"), ("call", "<u4"), ("sequence", "<u4"), ("count", "<u4"), ("share", "<f4"),
@@ -92,6 +93,19 @@ def intervals(calls: CallGroups, now: float, live: bool) -> Table:
         part["label"], part["count"], part["share"] = np.minimum(stays["label"], 65535), 1, 1.0
         parts.append(part[start < stop])
     return np.concatenate(parts)
+
+
+def computations(lanes: Sequence[Lane]) -> Table:
+    """What the stages of a pipeline computed for each microbatch."""
+    tables: list[Table] = [np.zeros(0, INTERVAL)]
+    for number, lane in enumerate(lanes):
+        part = np.zeros(len(lane.computed), INTERVAL)
+        for column in ("start", "stop", "sequence"):
+            part[column] = lane.computed[column]
+        part["kind"], part["label"] = FORWARD + lane.computed["work"], np.minimum(lane.computed["label"], 65535)
+        part["call"], part["count"], part["share"], part["lane"] = NO_CALL, 1, 1.0, number
+        tables.append(part)
+    return np.concatenate(tables)
 
 
 def apart(lane: Table) -> Table:

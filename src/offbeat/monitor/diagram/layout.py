@@ -22,6 +22,7 @@ from offbeat.monitor.diagram.shapes import (
     text_width,
     ticks,
 )
+from offbeat.monitor.diagram.waits import WORKS
 
 WIDTH: Final = 1200.0
 _EDGE: Final = 18.0
@@ -151,7 +152,7 @@ class _Layout:
         if span.open:
             yield Rect(right - 3, self._y(span.lane) - self._bar / 2, 3, self._bar, "open", "has never ended")
         left, right = max(left, self.plot.left), min(right, self.plot.right)
-        words = span.label.partition(" (")[0].partition(" of group")[0] if span.count == 1 else ""
+        words = _inside(span)
         if words and self._bar >= 14 and text_width(words, "inside") + 8 < right - left:
             yield TextShape((left + right) / 2, self._y(span.lane) + 4, words, "inside", "middle")
 
@@ -192,6 +193,15 @@ class _Layout:
         late = xs[0] + text_width(cut.label, "cut words") > self.plot.right
         x, anchor = (xs[0] - 5, "end") if late else (xs[0] + 5, "start")
         yield TextShape(x, self.plot.top + 11, cut.label, f"{_cut_look(cut)} words", anchor)
+
+
+def _inside(span: Span) -> str:
+    """What is written into a span: the name of its call; of what a stage computed, the microbatch."""
+    if span.count > 1:
+        return ""
+    if span.kind in WORKS:
+        return span.label.partition("#")[2].partition(" ")[0]
+    return span.label.partition(" (")[0].partition(" of group")[0]
 
 
 def _cut_look(cut: CutLine) -> str:

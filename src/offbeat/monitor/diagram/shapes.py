@@ -104,6 +104,9 @@ KINDS: Final[Mapping[str, ShapeStyle]] = {
     "input": ShapeStyle(PURPLE),
     "evaluate": ShapeStyle(YELLOW),
     "other": ShapeStyle("#C9CED4"),
+    "microbatch forward": ShapeStyle("#4C8BC4"),
+    "microbatch backward": ShapeStyle(ORANGE),
+    "microbatch weights": ShapeStyle("#9C5FB0"),
 }  # How a process spends its time.
 LOOKS: Final[Mapping[str, ShapeStyle]] = {
     **KINDS,

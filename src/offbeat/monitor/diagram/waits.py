@@ -28,7 +28,17 @@ STAY: Final = np.dtype(
 )  # fmt: skip
 """`waited`: since when the process only waited, infinite if never; `ended`: infinite if the call is in flight."""
 KEPT: Final = RECORDS  # Number of stays kept for each process, the latest ones: about two rings full of records.
-_ROW: Final = np.dtype([("kind", "<u4"), ("name", "<u4"), ("sequence", "<u8"), ("time", "<f8"), ("number", "<u8")])
+_ROW: Final = np.dtype(
+    [
+        ("kind", "<u4"), ("name", "<u4"), ("sequence", "<u8"), ("time", "<f8"), ("value", "<i8"), ("number", "<u8"),
+    ]
+)  # fmt: skip
+COMPUTATION: Final = np.dtype(
+    [("start", "<f8"), ("stop", "<f8"), ("sequence", "<u4"), ("label", "<u4"), ("work", "u1")]
+)  # fmt: skip
+"""What a stage of a pipeline computed for a microbatch, which is its sequence number."""
+WORKS: Final = ("microbatch forward", "microbatch backward", "microbatch weights")
+_WORK: Final = {"forward": 0, "backward": 1, "input_gradient": 1, "weight_gradient": 2}
 _FROM_ROOT: Final = ("broadcast", "scatter")
 
 
@@ -112,6 +122,7 @@ class Lane:
         self.name = name
         self.ended: Table = np.zeros(0, STAY)  # Stays that have ended, by their ends.
         self.open: Table = np.zeros(0, STAY)  # Stays in flight.
+        self.computed: Table = np.zeros(0, COMPUTATION)  # Computations of a stage of a pipeline.
         self.steps: Floats = np.zeros(0)  # Times of the steps.
         self.stepped = 0  # Number of steps seen, including those whose times are no longer kept.
         self.began: float | None = None  # Time of the first event read.
@@ -137,9 +148,25 @@ class Lane:
         steps = fresh[fresh["kind"] == Mark.STEP]
         self.stepped = max(self.stepped + len(steps), int(steps["sequence"].max(initial=0)))
         self.steps = np.concatenate([self.steps, steps["time"]])[-self._kept :]
+        computed = fresh[fresh["kind"] == Mark.COMPUTED]
+        if len(computed):
+            self.computed = np.concatenate([self.computed, self._computations(computed, about)])[-self._kept :]
         calls = fresh[(fresh["kind"] >= Mark.ENTER) & (fresh["kind"] <= Mark.FAIL)]
         self._pair(np.concatenate([self._rows, calls]) if len(self._rows) else calls, about)
         return True
+
+    def _computations(self, rows: Table, about: Callable[[int], About | None]) -> Table:
+        """What was computed, by the records of when it was over."""
+        made = np.zeros(len(rows), COMPUTATION)
+        made["start"], made["stop"] = rows["time"] - 1e-9 * rows["value"], rows["time"]
+        made["sequence"] = rows["sequence"]
+        for name in np.unique(rows["name"]).tolist():
+            what = about(name)
+            if what is not None and what.operation in _WORK:
+                own = rows["name"] == name
+                made["work"][own] = _WORK[what.operation]
+                made["label"][own] = self._names.label(Label(what.operation.replace("_", " "), what.words or ""))
+        return made
 
     def _pair(self, rows: Table, about: Callable[[int], About | None]) -> None:
         """Match begins with ends; rows of calls that have not ended are kept for the next time."""
@@ -186,7 +213,9 @@ class FileLane(Lane):
 def lane_of(name: str, stamps: Sequence[Stamp], names: Names) -> Lane:
     """A process from events in memory; all of them are kept."""
     abouts = {about: number for number, about in enumerate(dict.fromkeys(stamp.about for stamp in stamps))}
-    rows = [(stamp.mark, abouts[stamp.about], stamp.sequence, stamp.time, i) for i, stamp in enumerate(stamps)]
+    rows = [
+        (stamp.mark, abouts[stamp.about], stamp.sequence, stamp.time, stamp.value, i) for i, stamp in enumerate(stamps)
+    ]
     lane = Lane(name, names, kept=max(1, len(rows)))
     lane.take(np.array(rows, _ROW), list(abouts).__getitem__)
     return lane

@@ -15,7 +15,7 @@ import numpy as np
 from offbeat.errors import OffbeatError, UsageError
 from offbeat.monitor.cpu_wait import read_queues
 from offbeat.monitor.deadlocks import Judge
-from offbeat.monitor.diagram.intervals import KINDS, CallGroups, Window, intervals
+from offbeat.monitor.diagram.intervals import KINDS, CallGroups, Window, computations, intervals
 from offbeat.monitor.diagram.waits import FileLane, Lane, Names, Table, joined
 from offbeat.monitor.page.run_folders import MetricsReader, logs_of, run_of
 from offbeat.monitor.stragglers import ENOUGH, LATEST, blame
@@ -57,7 +57,7 @@ class LaneView:
             (lane.began or 0.0, self.now if now is not None and not lane.finished else lane.last) for lane in lanes
         ]
         calls = CallGroups(joined(lanes), names, self.names)
-        self.intervals = intervals(calls, self.now, now is not None)
+        self.intervals = np.concatenate([intervals(calls, self.now, now is not None), computations(lanes)])
         self.last_in = np.bincount(calls.stays["lane"][calls.decisive], minlength=len(lanes))
         """Number of calls that each lane was the last to enter."""
         self._window = Window(self.intervals, len(lanes))

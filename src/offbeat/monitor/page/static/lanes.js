@@ -132,7 +132,8 @@ offbeat.Lanes = class {
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     pen.clearRect(0, 0, width, height);
     if (!this.data) return;
-    this.colors = Object.fromEntries(["wait", "communicate", "under-way", "failed", "stuck", "base", "ink", "quiet", "grid",
+    this.colors = Object.fromEntries(["wait", "communicate", "under-way", "failed", "stuck", "microbatch-forward", "microbatch-backward",
+      "microbatch-weights", "base", "ink", "quiet", "grid",
       "card", "accent", "line"].map((name) => [name, offbeat.color(name)]));
     pen.save();
     pen.beginPath();
@@ -357,6 +358,12 @@ offbeat.Lanes = class {
       return;
     }
     const kind = data.kinds[data.kind[found]];
+    const what = data.labels[data.label[found]];
+    if (data.label[found] && what && kind.startsWith("microbatch")) {
+      const took = offbeat.duration(data.length[found]);
+      this.detail.textContent = `${when}: computes ${what[0]} of microbatch ${data.sequence[found]} for ${took}, ${what[1]}`;
+      return;
+    }
     if (data.call[found] === 0xffffffff) {
       const share = Math.round(Math.min(1, data.share[found]) * 100);
       const times = data.times[found].toLocaleString("en");

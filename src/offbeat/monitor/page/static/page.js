@@ -2,7 +2,7 @@
 // The page: selects a run, shows it, and follows it.
 (() => {
   const { byId, make, number, duration, source, charts } = offbeat;
-  const KINDS = ["compute", "input", "communicate", "wait", "evaluate", "other"];
+  const KINDS = ["compute", "input", "communicate", "wait", "bubble", "evaluate", "other"];
   const NOT_SCORES = new Set(["step", "epoch", "samples", "seconds", "bytes_sent", "loss"]);
   const MANY = 12;
   let run = null; // what is shown
@@ -200,7 +200,8 @@
       radio.addEventListener("change", () => { against = radio.value; curves(); });
     }
     charts.legend(byId("lanes-legend"), [["computes", "base"], ["waits for others", "wait"],
-      ["communicates", "communicate"], ["in flight", "under-way"], ["stuck until the end", "stuck"], ["failed", "failed"]]);
+      ["communicates", "communicate"], ["in flight", "under-way"], ["stuck until the end", "stuck"], ["failed", "failed"],
+      ["microbatch forward", "microbatch-forward"], ["backward", "microbatch-backward"], ["gradients of weights", "microbatch-weights"]]);
   }
   async function begin() {
     if (location.search.includes("token=")) history.replaceState(null, "", location.pathname);
