@@ -35,6 +35,7 @@ _COLORS = {
     "compute": "green",
     "communicate": "yellow",
     "wait": "red",
+    "bubble": "magenta",
     "evaluate": "blue",
     "other": "white",
 }

@@ -12,7 +12,7 @@ import numpy as np
 
 from offbeat.league._contestants import AGAIN, BASELINE, SINGLE, Contestant, EntryReason
 from offbeat.league._records import Entry
-from offbeat.runtime.run.stopwatch import KINDS
+from offbeat.runtime.run.stopwatch import BUBBLE, KINDS
 from offbeat.statistics import JsonData, Spread, ratios, spread
 
 _MEDIANS = ("kernel_bytes", "core_seconds", "startup_seconds", "test_score")
@@ -109,7 +109,8 @@ def _row(
         known = [v for v in map(value, well) if v is not None]
         return float(np.median(known)) if known else None
 
-    kinds = {k: middle(lambda e, k=k: e.seconds_by_kind.get(k, 0.0)) or 0.0 for k in KINDS}
+    known = (*KINDS, BUBBLE) if any(BUBBLE in e.seconds_by_kind for e in well) else KINDS
+    kinds = {k: middle(lambda e, k=k: e.seconds_by_kind.get(k, 0.0)) or 0.0 for k in known}
     return LeagueRow(
         name=one.name,
         part=one.part,

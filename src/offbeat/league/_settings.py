@@ -80,6 +80,10 @@ class LeagueSettings:
             settings = msgspec.convert(dict(data), cls)
         except msgspec.ValidationError as error:
             raise CheckpointError(f"these are not the settings of a comparison: {error}.") from error
+        if unknown := settings.goal.keys() - {field.name for field in dataclasses.fields(Goal)}:
+            raise CheckpointError(
+                f"these are not the settings of a comparison: runs have no {', '.join(map(repr, sorted(unknown)))}."
+            )
         target_from_plain(settings.what)
         Goal.from_plain(settings.goal)
         return settings

@@ -70,8 +70,10 @@ def _because(winner: LeagueRow, other: LeagueRow, step: float) -> str:
     if abs(step - 1) <= _DIFFERENT:
         return ""
     mine, theirs = _per_step(winner), _per_step(other)
-    kind = min(mine, key=lambda kind: (mine[kind] - theirs[kind]) * (1 if step < 1 else -1))
-    saved = f"{kind} {1e3 * mine[kind]:.2g} ms of a step against {1e3 * theirs[kind]:.2g} ms"
+    kinds = dict.fromkeys([*mine, *theirs])  # Only pipelines have bubbles.
+    less = {kind: mine.get(kind, 0.0) - theirs.get(kind, 0.0) for kind in kinds}
+    kind = min(less, key=lambda kind: less[kind] * (1 if step < 1 else -1))
+    saved = f"{kind} {1e3 * mine.get(kind, 0.0):.2g} ms of a step against {1e3 * theirs.get(kind, 0.0):.2g} ms"
     busy = ("communicate", "wait")
     shares = f"; exchanging is {100 * winner.share(*busy):.0f} % of its time against {100 * other.share(*busy):.0f} %"
     try:

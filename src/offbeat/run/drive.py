@@ -15,7 +15,16 @@ from typing import Any, Protocol
 
 import msgspec
 
-from offbeat.errors import CheckpointError, OutputError, RunError, TaskError, UsageError, VerdictError, WorkerError
+from offbeat.errors import (
+    CheckpointError,
+    OutputError,
+    RunError,
+    TaskError,
+    UsageError,
+    VerdictError,
+    WaitError,
+    WorkerError,
+)
 from offbeat.monitor import LASTING, STRAGGLER, LiveWatch, Verdict
 from offbeat.protocols.disturbances import asked, check
 from offbeat.run import job as jobs
@@ -206,7 +215,7 @@ def _launch(
             if there is not None:
                 collected.hosts = there.plain(servers.places)
     except BaseException as error:
-        _name_stage(error, collected.strategy or job.goal.strategy)
+        _name_stage(error, collected.strategy or job.goal.strategy, job)
         with suppress(OutputError, CheckpointError):  # A full disk may be the cause.
             state = "failed" if isinstance(error, Exception) else "interrupted"
             result = _result_so_far(job, folder, collected, error)
@@ -216,11 +225,16 @@ def _launch(
         raise
 
 
-def _name_stage(error: BaseException, strategy: str | None) -> None:
+def _name_stage(error: BaseException, strategy: str | None, job: Job) -> None:
     """Add to the error of a worker that has a part of the model which part that is."""
-    if not isinstance(error, WorkerError) or error.role != "worker" or strategy is None:
+    # One that was stopped for too long has raised nothing itself.
+    was_stopped = isinstance(error, WaitError) and not vars(error).get("remote_traceback")
+    if not (isinstance(error, WorkerError) or was_stopped) or strategy is None:
         return
-    if words := place_in_words(strategy, error.rank):
+    role, rank = vars(error).get("role"), vars(error).get("rank")
+    if role != "worker" or not isinstance(rank, int):
+        return
+    if words := place_in_words(strategy, rank, job.goal.placement, job.host_of_workers):
         error.args = (f"{str(error).rstrip('.')}. It had {words}.",)
 
 
@@ -300,7 +314,7 @@ def _roles(
             environment=launch.worker_environment(rank, job.workers, store, address, seat),
             log=folder.log("worker", rank),
             threads=job.threads or threads_for(job.workers),
-            expendable=servers.plan is not None,
+            expendable=servers.outlives_workers,
             network=None if seat is None else seat.host.network,
             patience=job.goal.timeout,
         )

@@ -21,9 +21,9 @@ from offbeat.runtime.run.settings import Goal, Target
 from offbeat.runtime.run.untrusted_files import is_file, is_folder, is_there
 from offbeat.runtime.state.checkpoint import newest, newest_step
 from offbeat.strategies import Combined, Pipeline, combined, parse
-from offbeat.strategies.splitting.layouts import relaid
+from offbeat.strategies.splitting.layouts import check_placement, relaid
 from offbeat.task import AnyTask, IterativeTask, Task, TaskReference, reference_to
-from offbeat.team.tensor import check_task
+from offbeat.team.task_checks import check_task
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,11 @@ class Job:
             limits.whole("--threads", self.threads, limits.THREADS)
         limits.port("--port", self.port)
         agreed_workers(self.hosts, self.workers, self.workers)
+
+    @property
+    def host_of_workers(self) -> tuple[int, ...]:
+        """The host of each worker."""
+        return (0,) * self.workers if self.hosts is None else self.hosts.of_workers()
 
 
 def target_of(target: AnyTask | str | Path, arguments: Sequence[str] = ()) -> Script | TaskReference:
@@ -121,11 +126,13 @@ def resolve(job: Job) -> Job:
     strategy.check(job.workers)
     if goal.replace and not strategy.traits.elastic:
         raise StrategyError(
-            f"--replace {goal.replace}: under {strategy.exchange} no worker can join a run that has begun. Omit it, "
-            f"or use a strategy with servers, such as server."
+            f"--replace {goal.replace}: under {strategy} no worker can join a run that has begun. Omit it, or use a "
+            f"strategy with servers, such as server, and replicas that are not split."
         )
     if job.hosts is not None:
         strategy.check_hosts(len(set(job.hosts.of_workers())))
+    if goal.strategy is not None or not isinstance(job.what, Script):
+        check_placement(strategy, goal.placement, job.host_of_workers)
     # A script may name a strategy to offbeat.init(), or not use offbeat at all: that is known only when it runs.
     own = isinstance(job.what, Script) and goal.strategy is None
     changes: dict[str, Any] = {} if own else {"strategy": str(strategy)}
@@ -133,7 +140,7 @@ def resolve(job: Job) -> Job:
         task = job.what.build()
         changes |= _from_task(task, goal)
         if strategy.split:
-            _refuse_unsplittable(task, strategy)
+            _refuse_unsplittable(task, strategy, job.workers)
         if isinstance(task, IterativeTask) and goal.replace:
             raise StrategyError(
                 f"--replace {goal.replace}: a worker of {type(task).__name__} keeps its part of the data and its "
@@ -147,7 +154,7 @@ def resolve(job: Job) -> Job:
     return dataclasses.replace(job, goal=dataclasses.replace(goal, **changes))
 
 
-def _refuse_unsplittable(task: AnyTask, strategy: Combined) -> None:
+def _refuse_unsplittable(task: AnyTask, strategy: Combined, workers: int) -> None:
     """Refuse tasks that call the whole model."""
     spread, name = " + ".join(map(str, strategy.split)), type(task).__name__
     if isinstance(task, IterativeTask):
@@ -160,7 +167,7 @@ def _refuse_unsplittable(task: AnyTask, strategy: Combined) -> None:
             f"{spread} cannot be used with {name}, which overrides loss(model, batch): no worker has a whole model to "
             f"call. Give {name} a criterion(output, target) in place of loss."
         )
-    check_task(task, strategy)
+    check_task(task, strategy, workers)
 
 
 def agreed_workers(hosts: Hosts | None, requested: int | None, default: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from offbeat.errors import OffbeatError, RunError, WorkerError
+from offbeat.errors import OffbeatError, RunError, WaitError, WorkerError
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import place_of, server_name, worker_name
 from offbeat.run.job import Job, identity_of
@@ -18,6 +19,7 @@ from offbeat.runtime.hosts import Placed
 from offbeat.runtime.launch import Role, RoleOutcome, obituary
 from offbeat.runtime.run.folder import RunFolder
 from offbeat.strategies import combined, parse
+from offbeat.strategies.splitting.layouts import order_of
 from offbeat.strategies.worker.exchange import Exchanging
 
 if TYPE_CHECKING:
@@ -30,11 +32,16 @@ def servers_of(job: Job) -> tuple[int, int, Rule] | None:
     """Shards, further copies of each and the rule, if the job's strategy has servers or a coordinator."""
     if job.goal.strategy is None:
         return None
-    return cast("Exchanging", combined(parse(job.goal.strategy)).exchange).servers(job.workers)
+    strategy = combined(parse(job.goal.strategy))
+    needs = cast("Exchanging", strategy.exchange).servers(strategy.replicas(job.workers))
+    # Each part of a model that is split has shards of its own.
+    return None if needs is None else (needs[0] * strategy.replica_size, *needs[1:])
 
 
 SPARES = 16
 """Servers of a shard that are replaced; if more die, something is fundamentally wrong."""
+GRACE = 2.0
+"""Seconds in which the launcher may report how a worker of a split replica has ended."""
 STARTUP = 120.0
 """Seconds until the first process can start: on a busy machine the fork server's imports take long."""
 PATIENCE = 15.0
@@ -49,6 +56,7 @@ class Serving:
     ) -> None:
         self.plan, self._coordination, self._placed = plan, coordination, placed
         self._declared: dict[str, float] = {}
+        self._noticed: float | None = None  # When a worker was found dead on whose part of a replica others depend.
         self._working = 0 if plan is None else plan.workers
         self._replaced = 0
         self._finished: set[str] = set()
@@ -143,6 +151,23 @@ class Serving:
         watcher()
         if self._coordination is not None and self._working:
             self._coordination.check()
+            self._check_replicas()
+
+    def _check_replicas(self) -> None:
+        """End a run in which a worker has died on whose part of a replica others depend."""
+        dead = [name for name in self.died if name.startswith("worker ")]
+        if not dead or self.plan is None or not self.plan.parts:
+            return
+        # A process that has ended is reported by the launcher, with how it ended; this is for those that are silent.
+        self._noticed = self._noticed or time.monotonic()
+        if time.monotonic() - self._noticed > GRACE:
+            error = WaitError(
+                f"{dead[0]} was silent for {self.plan.timing.silence:g} s. It had a part of a replica, whose other "
+                f"workers cannot go on without it, so the run ends. Resume from the last checkpoint with --resume; the "
+                f"worker's log may say why."
+            )
+            vars(error).update(role="worker", rank=int(dead[0].removeprefix("worker ")))
+            raise error
 
     def condemned(self, now: float) -> list[str]:
         """Roles that were declared dead long ago and have not ended, such as stopped processes."""
@@ -176,11 +201,19 @@ class Serving:
         """A new worker for a dead one, if fewer than `most` were replaced and others are left to admit it."""
         role = outcome.role
         gone = outcome.signal is not None or (outcome.exit_code == 0 and str(role) in self.died)
-        if self.plan is None or role.kind != "worker" or not gone or not self._working or self._replaced >= most:
+        plan = self.plan
+        if plan is None or role.kind != "worker" or not gone or not self._working or self._replaced >= most:
             return None
+        if plan.parts:
+            return None  # Its replica ends, and the run with it.
         self._replaced += 1
         self._working += 1
         return dataclasses.replace(role, config={**role.config, "joins": True})
+
+    @property
+    def outlives_workers(self) -> bool:
+        """Whether the run goes on when a worker dies."""
+        return self.plan is not None and not self.plan.parts
 
     @property
     def joined(self) -> list[str]:
@@ -232,6 +265,15 @@ def home_of(shard: int, replica: int, plan: ServerPlan) -> int:
     return shard * (plan.replicas + 1) + replica % (plan.replicas + 1)
 
 
+def _parts_of_workers(job: Job) -> tuple[int, ...]:
+    """The part of the model that each worker has; empty if each has a whole one."""
+    strategy = combined(parse(job.goal.strategy or ""))
+    if not strategy.split:
+        return ()
+    order = order_of(strategy, job.goal.placement, job.host_of_workers)
+    return tuple(order.index(worker) % strategy.replica_size for worker in range(job.workers))
+
+
 @contextmanager
 def serving(job: Job, folder: RunFolder, placed: Placed | None = None) -> Generator[Serving]:
     """The coordinator of the job's servers, if it has any, while the run lasts."""
@@ -251,6 +293,7 @@ def serving(job: Job, folder: RunFolder, placed: Placed | None = None) -> Genera
             workers=job.workers,
             shards=shards,
             replicas=replicas,
+            parts=_parts_of_workers(job),
             rule=rule,
             folder=str(sockets),
             # Processes that end are noticed at once; one that reads much data before it begins is not dead.

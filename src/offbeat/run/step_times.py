@@ -17,8 +17,10 @@ from typing import Any, cast
 
 import msgspec
 
+from offbeat.protocols.pipelines.plan import PartSeconds
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.run.untrusted_files import read_object
+from offbeat.simulate.pipelines import LinkCost, StagedStep
 from offbeat.simulate.predicted_step import Step, network_of, step_time
 from offbeat.simulate.units import seconds_in_words
 from offbeat.strategies import combined, parse
@@ -125,6 +127,8 @@ def predicted(data: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
     if isinstance(reported, str):
         words = f"step {seconds_in_words(took)} measured; not predicted: {reported}"
         return {"step_seconds": took, "predicted_seconds": None, "words": words}
+    if "parts" in reported:
+        return _predicted_stages(data, msgspec.convert(reported, StagedStep), config)
     step = msgspec.convert(reported, Step)
     if not step.trials:
         return {}
@@ -149,3 +153,44 @@ def predicted(data: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, A
         "links": GIVEN if rate is not None and apart else MEASURED,
         "words": f"step {seconds_in_words(took)} measured, {seconds_in_words(expected)} predicted",
     }
+
+
+def _predicted_stages(data: Mapping[str, Any], step: StagedStep, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The prediction of a pipeline's step, from the costs of its parts and links."""
+    took = data["split"]["step_seconds"]
+    if took is None:
+        return {}
+    hosts, apart = config.get("hosts"), len(set(step.hosts)) > 1
+    rate = Hosts.from_plain(hosts).slowest if hosts else None
+    if rate is not None and apart:
+        step = msgspec.structs.replace(step, between=LinkCost(step.between.latency, 1 / rate))
+    prediction, link = step.prediction(), step.between if apart else step.inside
+    took *= step.batches
+    return {
+        "step_seconds": took,
+        "predicted_seconds": prediction.seconds,
+        "by_run_seconds": msgspec.structs.replace(step, parts=_parts_in_run(step, data)).prediction().seconds,
+        "computing_seconds": max(prediction.computing),
+        "exchanging_seconds": max(step.exchanging, default=0.0),
+        "idle": list(prediction.idle),
+        "message_bytes": step.message_bytes,
+        "parts": [part._asdict() for part in step.parts],
+        "outside_seconds": list(step.outside),
+        "latency_seconds": link.latency,
+        "bytes_per_second": 1 / link.per_byte if link.per_byte else None,
+        "links": GIVEN if rate is not None and apart else MEASURED,
+        "words": f"step {seconds_in_words(took)} measured, {seconds_in_words(prediction.seconds)} predicted",
+    }
+
+
+def _parts_in_run(step: StagedStep, data: Mapping[str, Any]) -> tuple[PartSeconds, ...]:
+    """What the parts took on average in the run."""
+    stages = data["split"]["stages"]
+    own = [stages[part % step.stages]["parts"][part // step.stages] for part in range(len(step.parts))]
+    seconds = [(each["forward_seconds"], each["backward_seconds"]) for each in own]
+    return tuple(
+        PartSeconds(
+            forward, both, None if before.weights is None else before.weights * both / max(before.backward, 1e-12)
+        )
+        for (forward, both), before in zip(seconds, step.parts, strict=True)
+    )

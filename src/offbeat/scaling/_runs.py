@@ -19,7 +19,7 @@ from offbeat.task import AnyTask, IterativeTask, TaskReference
 FIRST_STEPS = 20
 """Steps of the first run, which warms up and shows how long a step takes."""
 FEWEST_STEPS = 30
-_BUSY = ("input", "compute", "communicate", "wait")
+_BUSY = ("input", "compute", "communicate", "wait", "bubble")
 """Kinds of time that steps take; evaluations, checkpoints and reports are not among them."""
 _NEVER = "score=1e300"  # A target that no score reaches: a measuring run continues to its last step.
 

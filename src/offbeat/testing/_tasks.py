@@ -60,12 +60,18 @@ class CurveTask(Task):
         """The squared error; writes a fingerprint of the replica first, and fails when due."""
         factor = self._begin_step()
         inputs, target = batch
-        return nn.functional.mse_loss(model(inputs), target) * factor
+        # In forward, where parameters that are otherwise released have been gathered.
+        hook = self._model.register_forward_pre_hook(self._note_replica)
+        output = model(inputs)
+        hook.remove()
+        return nn.functional.mse_loss(output, target) * factor
+
+    def _note_replica(self, *_: Any) -> None:
+        note(Path(self.folder) / f"replica-{self._rank}", fingerprint(self._model))
 
     def _begin_step(self) -> float:
-        """Write a fingerprint of the replica, and fail when due; returns what to multiply the loss by."""
+        """Fail when due; returns what to multiply the loss by."""
         self._steps += 1
-        note(Path(self.folder) / f"replica-{self._rank}", fingerprint(self._model))
         if self.pause:
             time.sleep(self.pause)
         return self._fault() if self._rank == self.fault_rank and self._steps == self.fault_step else 1.0
@@ -99,6 +105,7 @@ class SplitCurveTask(CurveTask):
 
         def before(*_: Any) -> None:
             self._begin_step()
+            self._note_replica()
 
         optimizer.register_step_pre_hook(before)
         return optimizer

@@ -18,7 +18,19 @@ from offbeat import monitor
 from offbeat.cli.options import ExplainOptions, ExplainTarget, refuse
 from offbeat.cli.output import print_json, print_plain
 from offbeat.errors import UsageError
-from offbeat.monitor import NAN, STRAGGLER, Blame, Held, Judge, RecordedRun, Staleness, Unfit, Verdict, recorded
+from offbeat.monitor import (
+    NAN,
+    STRAGGLER,
+    Blame,
+    Held,
+    Judge,
+    RecordedRun,
+    Staleness,
+    Unfit,
+    Verdict,
+    has_events,
+    recorded,
+)
 from offbeat.monitor.diagram.build import Scene
 from offbeat.monitor.diagram.cuts import moment, parse_cut, window
 from offbeat.monitor.diagram.export import export, kind_of
@@ -28,6 +40,7 @@ from offbeat.monitor.predicates import Possibilities, Predicate, predicate
 from offbeat.monitor.replay import DELAY, check_rule, replay
 from offbeat.protocols.causality.deadlock import deadlock, waits
 from offbeat.protocols.causality.shiviz import parse_all
+from offbeat.run.stage_advice import StagesExplained, explained_stages
 from offbeat.runtime.run.folder import FINISHED, RunFolder, strategy_of
 from offbeat.runtime.run.untrusted_files import is_file
 from offbeat.runtime.state.certificates import REFUSED, check
@@ -152,13 +165,18 @@ def explain(target: ExplainTarget, options: dict[str, Any]) -> None:
 def explain_run(path: Path, as_json: bool, actions: ActionOptions | None = None) -> None:
     """Print the verdict on a run, who waited for whom at its end, and what each worker cost the others."""
     folder = RunFolder.open(path)
+    record = folder.read()
+    stages = explained_stages(record)
+    needed = actions is not None and (actions.anything or actions.predicates or actions.delivery)
+    if stages is not None and not needed and not has_events(folder.path):
+        _print_stages_only(folder, record, stages, as_json)
+        return
     events = recorded(folder.path)
     done = ActionsDone()
     if actions is not None and actions.anything:
         done = actions.done(scene_of(folder, events))
     if actions is not None:
         actions.answer(events, done)
-    record = folder.read()
     judge = Judge()
     for stamps in events.servers.values():
         judge.feed_server(stamps)
@@ -171,12 +189,26 @@ def explain_run(path: Path, as_json: bool, actions: ActionOptions | None = None)
     stale, held = monitor.staleness(events.stamps), monitor.held_up(events.stamps)
     findings = _Findings(verdict, waiting, blamed, stale, held, unfit)
     if as_json:
-        print_json(_plain(folder, record, findings, events) | done.plain)
+        of_stages = {} if stages is None else {"stages": stages.plain()}
+        print_json(_plain(folder, record, findings, events) | of_stages | done.plain)
     else:
         _print(findings, events)
+        for line in () if stages is None else stages.lines:
+            print_plain(line)
         for line in done.lines:
             typer.echo(line)
     raise typer.Exit((0 if verdict is None else monitor.EXIT_CODES.get(verdict.kind, 1)) or done.code)
+
+
+def _print_stages_only(folder: RunFolder, record: dict[str, Any], stages: StagesExplained, as_json: bool) -> None:
+    """What is known of the stages of a run without events."""
+    if as_json:
+        known = {"run": str(folder.path), "state": record.get("state"), "strategy": strategy_of(record)}
+        print_json({**known, "stages": stages.plain()})
+        return
+    for line in stages.lines:
+        print_plain(line)
+    print_plain("No events were recorded: `offbeat run --monitor` records who waits for whom.")
 
 
 def scene_of(folder: RunFolder, events: RecordedRun) -> Scene:

@@ -15,6 +15,7 @@ KIND_COLORS = {
     "compute": "#059669",
     "communicate": "#f59e0b",
     "wait": "#dc2626",
+    "bubble": "#f472b6",
     "input": "#0891b2",
     "evaluate": "#2563eb",
     "other": "#94a3b8",

@@ -13,7 +13,7 @@ from offbeat.league._league import HOSTS_FILE, League
 from offbeat.league._rows import LeagueRow
 from offbeat.league._settings import LeagueSettings
 from offbeat.runtime.run.report import kinds_in_words
-from offbeat.runtime.run.stopwatch import KINDS
+from offbeat.runtime.run.stopwatch import BUBBLE, KINDS
 from offbeat.statistics import Spread
 
 NEVER = "missed"
@@ -73,16 +73,17 @@ def csv_of(league: League) -> str:
     """One line for each contestant, with unrounded numbers; unknown ones are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
+    known = (*KINDS, BUBBLE) if any(BUBBLE in (row.seconds_by_kind or {}) for row in league.rows) else KINDS
     ends = [(name, end) for name in _SPREADS for end in ("median", "low", "high")]
     writer.writerow(
         ["strategy", "part", "workers", "rate_factor", "runs", "reached"]
         + [f"{name}_{end}" for name, end in ends]
-        + [*_PLAIN, *(f"{kind}_seconds" for kind in KINDS), "place", "failures"]
+        + [*_PLAIN, *(f"{kind}_seconds" for kind in known), "place", "failures"]
     )
     for row in league.rows:
         plain = row.plain()
         numbers = [(plain[name] or {}).get(end) for name, end in ends] + [plain[name] for name in _PLAIN]
-        numbers += [(row.seconds_by_kind or {}).get(kind) for kind in KINDS]
+        numbers += [(row.seconds_by_kind or {}).get(kind) for kind in known]
         writer.writerow(
             [row.name, row.part.value, row.workers, row.factor, row.runs, row.reached]
             + ["" if value is None else value for value in numbers]
