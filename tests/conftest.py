@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from offbeat.run.drive import WARM
@@ -20,6 +22,12 @@ from wide import WIDE
 # A machine that is busy with something else is not a failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+# A shell that starts us in the background lets us ignore Ctrl-C, and the runs that we interrupt would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Several test processes share the cores, and threads that wait for each other would slow all of them.
+torch.set_num_threads(1)
 
 
 _STARTS_PROCESSES = {"launcher", "cli", "networks"}

@@ -37,7 +37,7 @@ RUN_OPTIONS = {
     "--strategy", "-s", "--workers", "-w", "--target", "-t", "--epochs", "--steps", "--seed", "--device",
     "--backend", "--threads", "--hosts",
     "--parts", "--out", "-o", "--resume", "--checkpoint-every", "--timeout", "--port", "--tensorboard", "--disturb",
-    "--replace", "--monitor", "--rate-factor",
+    "--replace", "--monitor", "--rate-factor", "--placement",
     "--format",
 }  # fmt: skip
 COMPARE_OPTIONS = {
@@ -106,6 +106,7 @@ RESULT = [
     "hosts",
     "died",
     "joined",
+    "placement",
     "tensor",
     "first_batch",
     "error",

@@ -130,6 +130,8 @@ class Setting:
     rule: Rule = field(default_factory=lambda: Rule(0))
     steps: int = 6
     parts: int = 1
+    parts_of: tuple[int, ...] = ()  # The part of the model that each worker has.
+    """Parts of the model: the workers of each have shards of their own."""
     pace: float = 0.2
     rejoin: bool = True
     together: bool = True
@@ -193,8 +195,8 @@ class Loop:
         mine = (self.client.worker, self.client.life, self.process, self.clock)
         fit = (self.client.worker, self.clock) not in self.world.unfit
         parts = [
-            PushedRange(shard, Payload(1, Gradient(*mine, shard, part, fit=fit, read=self.values.get(shard))))
-            for shard in range(setting.shards)
+            PushedRange(shard, Payload(1, Gradient(*mine, number, part, fit=fit, read=self.values.get(shard))))
+            for shard, number in enumerate(self.client.view.shards_of(self.client.worker))
             for part in range(setting.parts)
         ]
         asked = self.client.ask(PushRequest(parts, self.clock, then_pull=setting.together), now)
@@ -265,7 +267,7 @@ class World:
         self.setting = setting
         self.seed = seed
         self.server = server
-        self.view = ClusterView.of(setting.workers, setting.shards, setting.replicas)
+        self.view = ClusterView.of(setting.workers, setting.shards, setting.replicas, setting.parts_of)
         self.unfit = set(unfit)
         self.pushed: dict[tuple[int, int, int, int, int], Gradient] = {}
         self.acknowledged: set[Gradient] = set()
@@ -337,7 +339,8 @@ class World:
             return
         clock = loop.clock + loop.pushing
         _, seen = work.payload.handle
-        for worker, life in self.coordinator.view.members.items():
+        view = self.coordinator.view
+        for worker, life in view.members_of(view.shards_of(loop.client.worker)[work.shard]).items():
             start = self.starts.get((worker, life))
             for step in range(start, clock - rule.bound) if start is not None else ():
                 if (worker, step) in self.unfit:

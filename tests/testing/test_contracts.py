@@ -29,6 +29,9 @@ WORLDS = [
     ("local(4)", 2),
     ("pipeline(2)", 2),
     ("tensor(2)", 2),
+    ("local(4) + tensor(2)", 4),
+    ("server(shards=2) + pipeline(2)", 4),
+    ("server(consistency=ssp(2)) + tensor(2)", 4),
     ("allreduce + accumulate(3) + topk(0.1) + quantize(4, stochastic=True)", 2),
 ]
 INTERRUPTED = [INSTEAD["allreduce"], INSTEAD["server"]]
@@ -77,6 +80,8 @@ def test_all_built_in_exchanges_promise_all_that_can_be_checked() -> None:
 def _demands(text: str) -> int:
     """How many of the checks a strategy must pass."""
     name = text.partition("(")[0]
+    if "+ pipeline" in text or "+ tensor" in text:
+        return {"local(4) + tensor(2)": 11, "server(shards=2) + pipeline(2)": 12}.get(text, 9)  # A death ends them.
     if name in ("downpour", "elastic") or "ssp" in text or "asp" in text:
         return 8  # Who comes first is chance; and a worker that is killed does not end the run.
     if name == "coded":

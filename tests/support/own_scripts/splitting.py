@@ -3,80 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import os
+import random
+from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from split_nets import BATCH, MODELS, criterion, data_for
+from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import offbeat
 
-EXAMPLES, BATCH = 72, 16
-
-
-class Skips(nn.Module):
-    """A network with convolutions, and connections over several layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 6, 3, padding=1)
-        self.blocks = nn.ModuleList(nn.Conv2d(6, 6, 3, padding=1) for _ in range(4))
-        self.norm = nn.GroupNorm(2, 6)
-        self.head = nn.Linear(12, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        start = x = self.first(x)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        x = self.norm(x)
-        return self.head(torch.cat([x.mean((2, 3)), start.mean((2, 3))], dim=1))
-
-
-class Words(nn.Module):
-    """A small transformer whose output layer is its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(24, 16)
-        self.place = nn.Parameter(torch.randn(6, 16) * 0.1)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(3)
-        )
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.place[: tokens.shape[1]]
-        mask = torch.full((tokens.shape[1], tokens.shape[1]), float("-inf"), dtype=x.dtype).triu(1)
-        for layer in self.layers:
-            x = layer(x, src_mask=mask)
-        return self.norm(x) @ self.embedding.weight.T
-
-
-def data_for(kind: str) -> TensorDataset:
-    """Examples and targets of a model."""
-    draws = torch.Generator().manual_seed(3)
-    if kind == "words":
-        tokens = torch.randint(0, 24, (EXAMPLES, 7), generator=draws)
-        return TensorDataset(tokens[:, :-1], tokens[:, 1:])
-    shape = (EXAMPLES, 3, 6, 6) if kind == "skips" else (EXAMPLES, 10)
-    return TensorDataset(
-        torch.randn(shape, generator=draws, dtype=torch.float64), torch.randint(0, 4, (EXAMPLES,), generator=draws)
-    )
-
-
-def criterion(output: Tensor, target: Tensor) -> Tensor:
-    """The mean cross entropy of examples or of their words."""
-    return cross_entropy(output.flatten(0, -2), target.flatten())
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": lambda: nn.Sequential(
-        *(layer for _ in range(4) for layer in (nn.Linear(10, 10), nn.Tanh())), nn.Linear(10, 4)
-    ),
-    "skips": Skips,
-    "words": Words,
-}
+RATES = {"SGD": {"lr": 0.1, "momentum": 0.9}, "AdamW": {"lr": 0.01, "eps": 1e-5}, "LBFGS": {"lr": 0.01}}
+"""With this eps, biases of keys, whose gradients are 0 but for rounding, do not move by it."""
 
 
 def main() -> None:
@@ -94,15 +34,21 @@ def main() -> None:
     with offbeat.init(seed=5) as team:
         torch.manual_seed(5)
         model = MODELS[words.model]()
-        rate = {"lr": 0.1, "momentum": 0.9} if words.optimizer == "SGD" else {"lr": 0.01}
-        optimizer = getattr(torch.optim, words.optimizer)(model.parameters(), **rate)
+        optimizer = getattr(torch.optim, words.optimizer)(model.parameters(), **RATES[words.optimizer])
         loader = DataLoader(data_for(words.model), batch_size=BATCH, shuffle=True)
         model, optimizer, loader = team.prepare(model, optimizer, loader)
-        step = team.pipeline(model, (lambda x, y: cross_entropy(x, y, reduction="sum")) if words.summed else criterion)
+        loss = (lambda x, y: cross_entropy(x, y, reduction="sum")) if words.summed else criterion
+        step = team.pipeline(model, loss, list(model) if words.model == "tied" else None)
         score = 0.0
         while team.step < words.steps and not team.stopping:
             for inputs, target in loader:
+                Path(f"{words.out}-{team.rank}.new").write_text(f"{os.getpid()} {team.step}")
+                Path(f"{words.out}-{team.rank}.new").replace(
+                    f"{words.out}-{team.rank}.pid"
+                )  # Whole, whoever is killed.
                 optimizer.zero_grad()
+                if words.model == "failing":
+                    model[-1].armed = team.step == 2
                 if words.called:
                     model(inputs)
                 losses.append(float(step(inputs, target)) * len(target))
@@ -112,6 +58,8 @@ def main() -> None:
                 if team.step >= words.steps:
                     break
             with team.averaged(model), torch.no_grad():
+                torch.rand(team.rank)  # As evaluations of other examples might.
+                random.random() if team.rank else None
                 model.eval()
                 score = float(criterion(model(data_for(words.model).tensors[0]), data_for(words.model).tensors[1]))
                 model.train()
