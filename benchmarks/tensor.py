@@ -3,11 +3,12 @@
 Claims, with processes of 1 thread each: on a small MLP and a small transformer, where exchanges and dispatching count,
 a step of tensor(2) takes at most 0.7 of the time of `torch.distributed.tensor.parallel.parallelize_module` with the
 same column and row layers on Gloo; on large ones, where there is work to divide, one process takes at least 1.8 times
-as long as tensor(2). Large products take the same time under both, so there the first ratio comes near 1.
+as long as tensor(2). Large products take the same time under both, so there the first ratio comes near 1. Beside them
+run two halves that never exchange anything, which show how much the machine lets two processes gain at most.
 
-Each block times every variant for some steps, in an order that rotates; a block's time is the slowest worker's. All
-others sleep meanwhile. There are two copies of DTensor's variant: against each other they show the noise floor, and
-their mean is what we are compared with. Parameters are compared before anything is timed.
+Variants take turns, in blocks of some steps; a block's time is the slowest worker's. There are two copies of DTensor's
+variant: against each other they show the noise floor, and their mean is what we are compared with. Parameters are
+compared, in float64, before anything is timed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,45 +34,26 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn import functional
 from torch.optim import SGD
 
+from _blocks import Block
+from _turns import measured, slowest, take_turns
 from offbeat.bench import environment, holds, ratio
 from offbeat.runtime.groups.group import DirectGroup
-from offbeat.runtime.launch import Control, Launcher, Role, serve_store, worker_environment
+from offbeat.runtime.launch import Control, Launcher
 from offbeat.runtime.run.rank_environment import where
 from offbeat.runtime.system.malloc import keep_freed_memory
 from offbeat.runtime.tensor_parallel.apply import apply
 from offbeat.runtime.tensor_parallel.plan import plan
 from offbeat.runtime.tensor_parallel.splits import Manner
 from offbeat.runtime.tensor_parallel.state import logical_state
+from offbeat.runtime.tensor_parallel.ways import TensorWays
 
 RESULTS = Path(__file__).parent / "results"
 TIMEOUT = timedelta(seconds=120)
-WARM_UP = 2
-"""Blocks that do not count."""
 OURS, THEIRS, AGAIN, ALONE = "tensor(2)", "parallelize_module", "parallelize_module again", "one process"
 SIZES = {OURS: 2, THEIRS: 2, AGAIN: 2, ALONE: 1}
+APART = "halves apart"
+"""Two processes that compute as tensor(2) does but never meet: what could be gained at most. Its results are wrong."""
 Meet = Callable[[], object]
-
-
-class Block(nn.Module):
-    """A transformer block with the usual names."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.head_dim = width // heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
-        self.o_proj = nn.Linear(width, width)
-        self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, value: Tensor) -> Tensor:
-        normed = self.norm1(value)
-        heads = [
-            layer(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for layer in (self.q_proj, self.k_proj, self.v_proj)
-        ]
-        seen = functional.scaled_dot_product_attention(*heads, is_causal=True)
-        value = value + self.o_proj(seen.transpose(1, 2).flatten(-2))
-        return value + self.think(self.norm2(value))
 
 
 def mlp(width: int) -> nn.Module:
@@ -124,10 +104,17 @@ def split(name: str, model: nn.Module) -> Generator[tuple[Meet, Callable[[], dic
         return
     keep_freed_memory()
     group = DirectGroup(where(), TIMEOUT, torch.device("cpu"))
-    if name == OURS:
+    if name == APART:
+        TensorWays.sum = _unsummed
+    if name in (OURS, APART):
         apply(plan(model, 2), model, group)
     yield group.barrier, lambda: logical_state(model, group)
     group.close()
+
+
+def _unsummed(self: TensorWays, tensor: Tensor, what: str) -> Tensor:
+    del self, what
+    return tensor
 
 
 def _full(value: Tensor) -> Tensor:
@@ -135,91 +122,50 @@ def _full(value: Tensor) -> Tensor:
 
 
 def worker(config: Mapping[str, Any], control: Control) -> None:
-    """One process of a variant: it trains when it is its variant's turn, and sleeps otherwise."""
-    name, work, rank = config["variant"], WORKS[config["work"]], where().rank
+    """One process of a variant."""
+    name, work = config["variant"], WORKS[config["work"]]
     torch.manual_seed(0)
-    model = work.model()
-    inputs, target = torch.randn(work.shape), torch.randn(work.shape)
-    turns = dist.TCPStore("127.0.0.1", config["turns"], is_master=False, timeout=timedelta(seconds=900))
+    model = work.model().double()  # In which a rounding error does not change what a ReLU does.
+    batch = [torch.randn(work.shape) for _ in range(2)]
     with split(name, model) as (meet, whole):
         optimizer = SGD(model.parameters(), lr=0.1)
 
-        def step() -> None:
+        def step(inputs: Tensor, target: Tensor) -> None:
             optimizer.zero_grad()
             functional.mse_loss(model(inputs), target).backward()
             optimizer.step()
 
         for _ in range(3):
-            step()
+            step(*(each.double() for each in batch))
         state = {key: value.detach().contiguous().clone() for key, value in whole().items()}
-        if rank == 0:
+        if where().rank == 0:
             save_file(state, Path(config["folder"]) / f"{config['number']}.safetensors")
-        control.send({"ready": name})
-        for block, turn in enumerate(config["own turns"], -WARM_UP):
-            turns.wait([f"turn {turn}"])
-            meet()
-            start = time.perf_counter()
-            for _ in range(work.steps):
-                step()
-            elapsed = (time.perf_counter() - start) / work.steps
-            meet()
-            if block >= 0:
-                control.send({"variant": name, "block": block, "seconds": elapsed})
-            if turns.add(f"done {turn}", 1) == SIZES[name]:
-                turns.set(f"turn {turn + 1}", "")
+        model.float()
+        take_turns(config, control, meet, lambda: step(*batch))
 
 
 def compared(folder: Path, count: int, work: Work) -> float:
     """All variants have the same parameters after three steps; answers how far apart they are, of how far they went."""
     torch.manual_seed(0)
-    before = work.model().state_dict()
+    before = work.model().double().state_dict()
     states = [load_file(folder / f"{number}.safetensors") for number in range(count)]
     moved = max(float((states[0][key] - old).abs().max()) for key, old in before.items())
     apart = max(float((own[key] - states[0][key]).abs().max()) for own in states for key in own)
     assert moved > 1e-6, "three steps have changed nothing"
-    assert apart < 1e-3 * moved, f"parameters differ by {apart} after moving by {moved}"
+    assert apart < 1e-9 * moved, f"parameters differ by {apart} after moving by {moved}"
     return apart / moved
 
 
-def measured(name: str, blocks: int, launcher: Launcher) -> dict[str, Any]:
+def results_of(name: str, blocks: int, launcher: Launcher) -> dict[str, Any]:
     """Block times of every variant, and how far apart their parameters were."""
-    variants = list(SIZES)
-    times: dict[str, dict[int, float]] = {variant: {} for variant in variants}
-    ready: list[str] = []
-    apart: list[float] = []
-    turns, count = serve_store(), len(variants)
+    work, apart = WORKS[name], list[float]()
 
-    with tempfile.TemporaryDirectory() as folder:
+    def verify(folder: Path) -> None:
+        apart.append(compared(folder, len(SIZES), work))
 
-        def heard(_: Role, message: Mapping[str, Any]) -> None:
-            if "ready" in message:
-                ready.append(message["ready"])
-                if len(ready) == sum(SIZES.values()):
-                    apart.append(compared(Path(folder), count, WORKS[name]))
-                    turns.set("turn 0", "")
-                return
-            known = times[message["variant"]]
-            known[message["block"]] = max(known.get(message["block"], 0.0), message["seconds"])
-
-        # In round r, the variant that comes at place k is number (r + k) of all, so that the order rotates.
-        rounds = range(blocks + WARM_UP)
-        stores = [serve_store() for _ in variants]
-        roles = [
-            Role(
-                "worker", 2 * number + rank, f"{Path(__file__).stem}:worker",
-                {
-                    "work": name, "variant": variant, "number": number, "folder": folder, "turns": turns.port,
-                    "own turns": [r * count + (number - r) % count for r in rounds],
-                },
-                worker_environment(rank, SIZES[variant], stores[number].port), Path(folder) / f"{number}-{rank}.log",
-                threads=1,
-            )
-            for number, variant in enumerate(variants)
-            for rank in range(SIZES[variant])
-        ]  # fmt: skip
-        launcher.run(roles, on_message=heard)
-    by_block = {variant: [known[block] for block in range(blocks)] for variant, known in times.items()}
-    return judged(by_block, max(apart), WORKS[name].large)
+    config, variants = {"work": name, "steps": work.steps}, SIZES | ({APART: 2} if work.large else {})
+    found = measured(launcher, f"{Path(__file__).stem}:worker", variants, config, blocks, verify)
+    return judged({variant: slowest(own) for variant, own in found.items()}, max(apart), work.large)
 
 
 def judged(times: Mapping[str, Sequence[float]], apart: float, large: bool) -> dict[str, Any]:
@@ -229,11 +175,13 @@ def judged(times: Mapping[str, Sequence[float]], apart: float, large: bool) -> d
     bar = {f"{OURS} / {THEIRS}": {**against.plain(), "at most": 0.7, "holds": holds(against, at_most=0.7)}}
     if large:
         bar = {f"{ALONE} / {OURS}": {**faster.plain(), "at least": 1.8, "holds": holds(faster, at_least=1.8)}}
+    most = {f"{ALONE} / {APART}": ratio(times[ALONE], times[APART]).plain()} if large else {}
     return {
         "milliseconds": {name: 1e3 * float(np.median(own)) for name, own in times.items()},
         "bars": bar,
         f"{OURS} / {THEIRS}": against.plain(),
         f"{ALONE} / {OURS}": faster.plain(),
+        **most,
         "noise": ratio(times[AGAIN], times[THEIRS]).plain(),
         "blocks": len(theirs),
         "largest difference of parameters, of the largest change": apart,
@@ -273,7 +221,7 @@ def main() -> None:
     with Launcher() as launcher:
         for name in WORKS:
             if options.only in name:
-                results[name] = measured(name, options.blocks, launcher)
+                results[name] = results_of(name, options.blocks, launcher)
                 print(in_words(name, results[name]), flush=True)
     everything = all(bar["holds"] for bar in bars_of(results))
     stored = {
