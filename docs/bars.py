@@ -9,7 +9,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = (
-    *("collectives", "calls", "gossip", "training", "sharding", "tensor", "stress", "servers"),
+    *("collectives", "calls", "gossip", "training", "sharding", "tensor", "stages", "pipelines"),
+    *("predicted_pipelines", "stress", "servers"),
     *("staleness", "hogwild", "simulated_servers", "compressors", "slow_links", "sick_runs", "stamping", "page"),
     *("laws", "noise_scale", "league"),
 )
