@@ -23,11 +23,11 @@ demo: $(VENV)/.product ## A comparison in which two workers win, a slow worker t
 
 test: $(VENV)/.tools ## Everything: format, lint, types, import contract, all tests
 	@$(MAKE) --no-print-directory lint
-	@$(BIN)/pytest -n 2 --dist worksteal -q
+	@$(BIN)/pytest -n 3 --dist worksteal -q
 
 check: $(VENV)/.tools ## What to run before a commit: format, lint, types, import contract, fast tests
 	@$(MAKE) --no-print-directory lint
-	@$(BIN)/pytest -n 2 --dist worksteal -q -m "not slow"
+	@$(BIN)/pytest -n 3 --dist worksteal -q -m "not slow"
 
 chaos: $(VENV)/.tools ## Random kills and stops, snapshots, mutated messages, torch's own tests, and variants that `make test` leaves out (25 minutes)
 	@$(BIN)/pytest -n 2 --dist worksteal -q --wide
