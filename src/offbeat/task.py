@@ -63,6 +63,14 @@ class _Referable(ABC):
     def data(self) -> Data:
         """The train, validation and test parts; the same for every call."""
 
+    def client_of(self, example: Any) -> Any:
+        """Whose a training example is, as a number or name: for `federated(data=task)`."""
+        del example
+        raise TaskError(
+            f"{type(self).__name__} does not say which client has an example. Define client_of(example), or divide the "
+            f"data otherwise, as by data=dirichlet(0.3)."
+        )
+
 
 class Task(_Referable):
     """A task for gradient descent. Subclass it, fill in the methods, and pass it to `offbeat.fit`."""

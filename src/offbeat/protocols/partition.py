@@ -42,10 +42,20 @@ def order(count: int, seed: int, epoch: int) -> Indices:
 
 
 def dirichlet(labels: Sequence[int] | NDArray[np.int64], size: int, alpha: float, seed: int) -> list[Indices]:
-    """Parts skewed by label: each label's examples are spread over the parts by shares drawn from Dirichlet(alpha).
+    """Parts skewed by label; see `dirichlet_owners`. No part stays empty while another has two examples or more."""
+    owners = dirichlet_owners(labels, size, alpha, seed)
+    joined = np.split(np.argsort(owners, kind="stable"), np.cumsum(np.bincount(owners, minlength=size))[:-1])
+    for empty in [i for i, part in enumerate(joined) if len(part) == 0]:
+        largest = max(range(size), key=lambda i: len(joined[i]))
+        if len(joined[largest]) > 1:
+            joined[empty], joined[largest] = joined[largest][-1:], joined[largest][:-1]
+    return joined
+
+
+def dirichlet_owners(labels: Sequence[int] | NDArray[np.int64], size: int, alpha: float, seed: int) -> Indices:
+    """The part of each example: each label's examples are spread over the parts by shares drawn from Dirichlet(alpha).
 
     Small `alpha` gives each part few labels, large `alpha` approaches equal shares (Hsu, Qi and Brown 2019).
-    No part stays empty while another has two examples or more.
     """
     if not 0 < alpha < float("inf"):
         raise DataError(
@@ -53,18 +63,12 @@ def dirichlet(labels: Sequence[int] | NDArray[np.int64], size: int, alpha: float
         )
     known = np.asarray(labels)
     random = np.random.default_rng(mixed(seed, size))
-    parts: list[list[Indices]] = [[] for _ in range(size)]
+    owners = np.zeros(len(known), np.int64)
     for label in np.unique(known):
-        members = random.permutation(np.flatnonzero(known == label)).astype(np.int64)
+        members = random.permutation(np.flatnonzero(known == label))
         cuts = (np.cumsum(random.dirichlet(np.full(size, alpha)))[:-1] * len(members)).round().astype(int)
-        for part, piece in zip(parts, np.split(members, cuts), strict=True):
-            part.append(piece)
-    joined = [np.sort(np.concatenate(part)) if part else np.empty(0, np.int64) for part in parts]
-    for empty in [i for i, part in enumerate(joined) if len(part) == 0]:
-        largest = max(range(size), key=lambda i: len(joined[i]))
-        if len(joined[largest]) > 1:
-            joined[empty], joined[largest] = joined[largest][-1:], joined[largest][:-1]
-    return joined
+        owners[members] = np.repeat(np.arange(size), np.diff(cuts, prepend=0, append=len(members)))
+    return owners
 
 
 def batches_of_parts(parts: Sequence[Indices], global_batch: int, seed: int, epoch: int) -> Iterator[list[Indices]]:

@@ -21,6 +21,7 @@ from offbeat.runtime.run.settings import Goal, Target
 from offbeat.runtime.run.untrusted_files import is_file, is_folder, is_there
 from offbeat.runtime.state.checkpoint import newest, newest_step
 from offbeat.strategies import Combined, Pipeline, combined, parse
+from offbeat.strategies.federated.strategy import Federated
 from offbeat.strategies.splitting.layouts import check_placement, relaid
 from offbeat.task import AnyTask, IterativeTask, Task, TaskReference, reference_to
 from offbeat.team.task_checks import check_task
@@ -139,6 +140,10 @@ def resolve(job: Job) -> Job:
     if isinstance(job.what, TaskReference):
         task = job.what.build()
         changes |= _from_task(task, goal)
+        if isinstance(strategy.exchange, Federated) and changes.get("steps", goal.steps) is None:
+            # A step is a round of clients; epochs are passes over all data.
+            passes = changes.pop("epochs", None) or goal.epochs or 1
+            changes |= {"steps": strategy.exchange.rounds(passes), "epochs": None}
         if strategy.split:
             _refuse_unsplittable(task, strategy, job.workers)
         if isinstance(task, IterativeTask) and goal.replace:

@@ -213,6 +213,11 @@ class Team:
         return self.ledger.steps
 
     @property
+    def checkpointed(self) -> int:
+        """The step of the newest checkpoint; -1 if there is none."""
+        return self._place.memory.written_at
+
+    @property
     def stopping(self) -> bool:
         """Whether all workers have agreed that the run is done."""
         return self._place.stopping

@@ -10,33 +10,34 @@ import io
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
-from offbeat.errors import DataError, NonFiniteError, OutputError, TaskError
+from offbeat.errors import DataError, NonFiniteError, TaskError
 from offbeat.protocols.partition import share
 from offbeat.runtime.backend import stand_in_for_gloo
 from offbeat.runtime.events.worker import written_down
 from offbeat.runtime.launch import Control
-from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.runtime.run.rank_environment import where
 from offbeat.runtime.run.settings import ASSIGNED, Assignment, Goal
 from offbeat.runtime.servers.plan import ServerPlan
 from offbeat.runtime.state.random_state import seed_everything
 from offbeat.strategies import Pipeline
+from offbeat.strategies.federated.strategy import Federated
 from offbeat.strategies.worker.capabilities import PartsKeeper, StatisticsKeeper
 from offbeat.task import Data, IterativeTask, Task, TaskReference
 from offbeat.team.team import Team
+from offbeat.worker.federated import federate
+from offbeat.worker.model_file import write_model
 from offbeat.worker.per_example_gradients import checks
+from offbeat.worker.task_data import data_of, loader_over, on_device, size_of
 
 
 def work(config: Mapping[str, Any], control: Control) -> None:
@@ -92,6 +93,8 @@ def learn(reference: TaskReference, assignment: Assignment) -> None:
         task = reference.build()
         if isinstance(task, IterativeTask):
             iterate(task, team)
+        elif isinstance(team.strategy.exchange, Federated):
+            federate(task, team)
         else:
             train(task, team)
 
@@ -101,13 +104,13 @@ def learn(reference: TaskReference, assignment: Assignment) -> None:
 
 def train(task: Task, team: Team) -> None:
     """Minimize a task's loss until its target or the budget is reached."""
-    data = _data_of(task)
+    data = data_of(task)
     _check_batch(task.global_batch)
     _check_enough(data, task.global_batch, team.strategy.replicas(team.size))
     model = task.model()
     optimizer = task.optimizer(model.parameters())
     schedule = task.schedule(optimizer)
-    batches = _loader(data.train, task.global_batch, task.collate, shuffle=True)
+    batches = loader_over(data.train, task.global_batch, task.collate, shuffle=True)
     own = task.tensor_plan(model)
     if own is not None:
         team.tensor_plan(own)
@@ -144,14 +147,14 @@ def train(task: Task, team: Team) -> None:
     team.notes["test_score"] = team.mean(score=_scorer(task, model, team, data.test)())["score"]
     if team.folder is not None:
         with team.averaged(model):
-            _write_model({k: value for k, value in model.state_dict().items() if isinstance(value, Tensor)}, team)
+            write_model({k: value for k, value in model.state_dict().items() if isinstance(value, Tensor)}, team)
 
 
 def _scorer(task: Task, model: nn.Module, team: Team, data: Dataset[Any]) -> Callable[[], float]:
     """The function that scores the model on this part of the data."""
-    whole = _loader(data, task.evaluate_batch, task.collate, shuffle=False)
+    whole = loader_over(data, task.evaluate_batch, task.collate, shuffle=False)
     # A worker without examples could not score: then every worker scores all of them.
-    parted = task.score_by_parts and team.size > 1 and _size(data) >= team.size * 2
+    parted = task.score_by_parts and team.size > 1 and size_of(data) >= team.size * 2
     batches = team.divided(whole) if parted else whole
 
     def score() -> float:
@@ -178,36 +181,6 @@ def _finite(loss: object, team: Team) -> float:
     return value
 
 
-def _write_model(state: dict[str, Tensor], team: Team) -> None:
-    """The leader writes the model, loadable by safetensors alone; an earlier one stays if there is no space for it."""
-    if team.folder is None or not team.group.membership.leads:
-        return
-    state = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
-    path = team.folder / MODEL_FILE
-    draft = path.with_suffix(".draft")
-    try:
-        save_file(state, draft)
-        draft.replace(path)
-    except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise OutputError(f"{path} cannot be written: {error}. Free some space and resume the run.") from error
-
-
-def on_device(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on a device."""
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: on_device(value, device) for key, value in cast("Mapping[Any, Any]", batch).items()}
-    if isinstance(batch, list | tuple):
-        moved = [on_device(value, device) for value in cast("list[Any]", batch)]
-        return moved if isinstance(batch, list) else tuple(moved)
-    return batch
-
-
 # -- iterations that are not gradient descent -------------------------------------------------------------------------
 
 
@@ -226,7 +199,7 @@ class _Parameters:
 
 def iterate(task: IterativeTask, team: Team) -> None:
     """Repeat `update(params, sum of statistics)` until the target or the budget is reached."""
-    data = _data_of(task)
+    data = data_of(task)
     if task.global_batch is not None:
         _check_batch(task.global_batch)
     if isinstance(data.train, IterableDataset):
@@ -237,7 +210,7 @@ def iterate(task: IterativeTask, team: Team) -> None:
         team.group.share(params.values[name], "the sharing of worker 0's parameters")
     members = tuple(range(team.size))
     part = _part_of(data.train, task, team, members)
-    validate = list(_loader(data.validation, _size(data.validation), task.collate, shuffle=False))
+    validate = list(loader_over(data.validation, size_of(data.validation), task.collate, shuffle=False))
     team.resume()
     while team.boundary():
         with team.stopwatch.spent_on("compute"):
@@ -249,7 +222,7 @@ def iterate(task: IterativeTask, team: Team) -> None:
         with team.stopwatch.spent_on("compute"):
             params.values = {name: value.clone() for name, value in task.update(params.values, total).items()}
         team.ledger.steps += 1
-        team.ledger.samples += _size(data.train)
+        team.ledger.samples += size_of(data.train)
         for name, value in params.values.items():
             if not bool(torch.isfinite(value).all()):
                 raise NonFiniteError(
@@ -265,16 +238,16 @@ def iterate(task: IterativeTask, team: Team) -> None:
                     team.exchange.take_over()
                 members = team.group.membership.present
                 part = _part_of(data.train, task, team, members)
-    test = list(_loader(data.test, _size(data.test), task.collate, shuffle=False))
+    test = list(loader_over(data.test, size_of(data.test), task.collate, shuffle=False))
     team.notes["test_score"] = team.mean(score=float(task.score(params.values, test)))["score"]
     team.notes["epochs"] = team.step
-    _write_model(params.values, team)
+    write_model(params.values, team)
 
 
 def _part_of(train: Dataset[Any], task: IterativeTask, team: Team, members: Sequence[int]) -> Iterable[Any]:
-    start, stop = share(_size(train), members.index(team.rank), len(members))
+    start, stop = share(size_of(train), members.index(team.rank), len(members))
     size = stop - start if task.global_batch is None else max(1, task.global_batch // len(members))
-    loader = _loader(Subset(train, range(start, stop)), size, task.collate, shuffle=False)
+    loader = loader_over(Subset(train, range(start, stop)), size, task.collate, shuffle=False)
     # A whole part in one batch is loaded once: it is the same in every step.
     return list(loader) if task.global_batch is None else loader
 
@@ -287,30 +260,7 @@ def _summed(task: IterativeTask, params: Mapping[str, Tensor], part: Iterable[An
     return total
 
 
-# -- data ------------------------------------------------------------------------------------------------------------
-
-
-def _loader(
-    data: Dataset[Any], batch: int, collate: Callable[[list[Any]], Any] | None, shuffle: bool
-) -> DataLoader[Any]:
-    streamed = isinstance(data, IterableDataset)
-    return DataLoader(data, batch_size=batch, shuffle=None if streamed else shuffle, collate_fn=collate)
-
-
-def _size(data: Dataset[Any]) -> int:
-    try:
-        return len(cast("Any", data))
-    except TypeError:
-        return sys.maxsize  # A stream is as large as needed.
-
-
-def _data_of(task: Task | IterativeTask) -> Data:
-    data = task.data()
-    if not isinstance(data, Data):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TaskError(
-            f"{type(task).__name__}.data() is a {type(data).__name__}. Return offbeat.Data(train, validation, test)."
-        )
-    return data
+# -- checks ----------------------------------------------------------------------------------------------------------
 
 
 def _check_batch(batch: int) -> None:
@@ -320,11 +270,11 @@ def _check_batch(batch: int) -> None:
 
 def _check_enough(data: Data, batch: int, workers: int) -> None:
     for name, part in (("training", data.train), ("validation", data.validation), ("test", data.test)):
-        if _size(part) == 0:
+        if size_of(part) == 0:
             raise DataError(
                 f"the {name} data is empty: there is nothing to train on or to score. Look at the task's data()."
             )
-    size = _size(data.train)
+    size = size_of(data.train)
     if size < workers:
         raise DataError(
             f"there are {size} training examples for {workers} workers: some would have none. Ask for fewer workers."

@@ -235,6 +235,11 @@ class Memory:
         """Wait for pending writes."""
         self._cuts.close()
 
+    @property
+    def written_at(self) -> int:
+        """The step of the newest checkpoint that this run has written or was resumed from; -1 if there is none."""
+        return self._written_at
+
     def save(self, step: int, at_end: bool, **notes: Any) -> None:
         """Write a checkpoint with notes, unless this step has one; a collective call."""
         if self._checkpoints is None or self._written_at == step:

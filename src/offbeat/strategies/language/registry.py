@@ -20,6 +20,7 @@ from offbeat.strategies.compressors import COMPRESSORS
 from offbeat.strategies.ddp import DDP
 from offbeat.strategies.downpour import Downpour
 from offbeat.strategies.elastic import Elastic
+from offbeat.strategies.federated.strategy import Federated
 from offbeat.strategies.gossip import Gossip
 from offbeat.strategies.hogwild import Hogwild
 from offbeat.strategies.language.fields import shown
@@ -30,7 +31,7 @@ from offbeat.strategies.splitting.pipeline import Pipeline
 from offbeat.strategies.splitting.tensor import TensorParallel
 
 BUILT_IN: Final[tuple[type[Strategy], ...]] = (
-    *(Single, DDP, AllReduce, Server, Coded, Downpour, Elastic, Hogwild, Gossip, Accumulate, Local),
+    *(Single, DDP, AllReduce, Server, Coded, Downpour, Elastic, Hogwild, Gossip, Federated, Accumulate, Local),
     *COMPRESSORS,
     *(Pipeline, TensorParallel),
 )

@@ -1,0 +1,1 @@
+"""Federated learning without tensors: who has which data, who takes part in a round, whose update counts."""

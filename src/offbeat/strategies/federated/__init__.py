@@ -1,0 +1,1 @@
+"""Federated learning: clients keep their data, and send only updates of the model."""

@@ -1,0 +1,194 @@
+"""Federated learning as a strategy: clients keep their data, and rounds of some of them improve one model.
+
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data" (2017).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal
+
+from torch import nn
+
+from offbeat.errors import StrategyError, UsageError
+from offbeat.protocols.federated.plan import ClientSpeeds, RoundPlan
+from offbeat.runtime.groups.group import Group
+from offbeat.runtime.run.stopwatch import Stopwatch
+from offbeat.strategies._base import Axis, Strategy, Traits
+from offbeat.strategies.federated.algorithms import (
+    Algorithm,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedBuff,
+    FedProx,
+    FedSGD,
+    FedYogi,
+    Scaffold,
+)
+from offbeat.strategies.federated.clients import (
+    DirichletClients,
+    IIDClients,
+    LabelShards,
+    Lognormal,
+    QuantitySkew,
+    TaskClients,
+)
+from offbeat.strategies.worker.exchange import Exchange, Exchanging
+
+MOST_CLIENTS: Final = 10_000_000
+_AVERAGE: Final = FedAvg()
+
+
+@dataclass(frozen=True)
+class Federated(Exchanging):
+    """Clients keep their data; in every round some of them train the model, and the server averages their updates.
+
+    Clients are simulated: the workers divide the clients of a round between them, and the result has the same bits
+    with any number of workers. A step of the run is a round. `offbeat federated` runs the same task on real clients.
+    """
+
+    clients: int = 100
+    """Number of clients."""
+    fraction: float = 0.1
+    """Share of the clients that are selected for a round."""
+    epochs: int = 1
+    """Passes of a client over its data in a round."""
+    batch: int | Literal["full"] = 10
+    """Examples of a client's step; `full` is all that it has."""
+    algorithm: FedAvg | FedSGD | FedProx | Scaffold | FedAdagrad | FedAdam | FedYogi | FedBuff = _AVERAGE
+    """What clients and server compute beside plain averaging."""
+    data: IIDClients | DirichletClients | LabelShards | QuantitySkew | TaskClients | None = None
+    """How the training data is divided over the clients; None: as --parts says."""
+    sampling: Literal["uniform", "poisson"] = "uniform"
+    """How a round's clients are drawn: a fixed number, or each client with the same probability."""
+    over: float = 1.0
+    """Factor by which more clients are selected than are needed; the first to answer count."""
+    deadline: float | None = None
+    """Seconds after which a round ends with the updates that have come."""
+    fewest: int = 1
+    """Updates that a round needs; with fewer the model stays as it is."""
+    speeds: Lognormal | None = None
+    """How fast clients are; None: equally fast."""
+    dropout: float = 0.0
+    """Probability that a selected client never answers."""
+
+    promises = Traits(synchronous=True, deterministic=True)
+    aliases: ClassVar = {
+        "fedavg": "federated",
+        "fedsgd": "federated(batch=full, algorithm=fedsgd)",
+        "fedbuff": "federated(algorithm=fedbuff(10))",
+    }
+    examples = (
+        "federated(clients=100, fraction=0.1, epochs=5)",
+        "federated(clients=1000, data=dirichlet(0.3), algorithm=fedprox(0.01))",
+        "federated(algorithm=fedbuff(10), speeds=lognormal(0.8))",
+    )
+    unplanned = "clients are simulated: what they would send is in the result, as federated.bytes_up and bytes_down"
+    _ranges = (
+        ("clients", lambda clients: 1 <= clients <= MOST_CLIENTS, f"there are 1 to {MOST_CLIENTS:,} clients"),
+        ("fraction", lambda share: 0 < share <= 1, "it is the share of clients in a round: above 0, at most 1"),
+        ("epochs", lambda epochs: epochs >= 1, "a client makes one pass over its data or more"),
+        ("batch", lambda batch: batch == "full" or batch >= 1, "a batch has one example or more"),
+        ("over", lambda over: 1 <= over <= 10, "it is a factor from 1 to 10"),
+        ("deadline", lambda seconds: seconds is None or seconds > 0, "a round lasts longer than 0 s"),
+        ("fewest", lambda fewest: fewest >= 1, "a round needs one update or more"),
+        ("dropout", lambda share: 0 <= share < 1, "it is a probability below 1"),
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse rounds that could never count."""
+        super().__post_init__()
+        try:
+            self.plan()
+        except UsageError as error:
+            raise StrategyError(f"federated: {error}") from error
+
+    def refuses(self, other: Strategy) -> str | None:
+        """What has no place beside rounds of clients."""
+        if other.axis is Axis.WHEN:
+            return "its clients train on their own between two rounds anyway. Say epochs=… in federated(...)"
+        if other.axis is Axis.SPLIT:
+            return "each client trains the whole model"
+        return None
+
+    def check_hosts(self, hosts: int) -> None:
+        """Refuse several hosts where clients keep a state in the run's folder."""
+        if hosts > 1 and self.algorithm.keeps_state:
+            raise StrategyError(
+                f"{self.algorithm} keeps the clients' state in the run's folder, which {hosts} hosts do not share. Put "
+                f"all workers on one host, or use another algorithm."
+            )
+
+    def rounds(self, epochs: int) -> int:
+        """The rounds in which as many examples are seen as in this many passes over all data."""
+        return max(1, math.ceil(epochs / (self.fraction * self.epochs) - 1e-9))
+
+    def plan(self) -> RoundPlan:
+        """The rounds, as the server's machine and its simulation know them."""
+        speeds = self.speeds
+        return RoundPlan(
+            clients=self.clients,
+            fraction=self.fraction,
+            poisson=self.sampling == "poisson",
+            over=self.over,
+            deadline=self.deadline,
+            fewest=self.fewest,
+            speeds=None if speeds is None else ClientSpeeds(speeds.median, speeds.sigma, speeds.bandwidth or math.inf),
+            dropout=self.dropout,
+            buffer=self.algorithm.buffer,
+        )
+
+    def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
+        """The worker's side: counts of what clients and server would have sent."""
+        return FederatedWorker(group, stopwatch)
+
+
+class FederatedWorker(Exchange):
+    """Counts the traffic of simulated clients; the rounds themselves are `offbeat.worker.federated`."""
+
+    starts_alike = False
+    unpredicted = Federated.unplanned
+
+    def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
+        super().__init__(group, stopwatch)
+        self._traffic = 0
+
+    def install(self, model: nn.Module) -> None:
+        """Refuse a loop of the user's own."""
+        del model
+        raise StrategyError(
+            "federated trains many clients, each on data of its own, so it cannot run inside a loop: it needs a task "
+            "(model, data, criterion, optimizer), as in `offbeat run mine.py:Task --strategy federated`."
+        )
+
+    def weigh(self, examples: int, total: int | None) -> None:
+        """Batches are the clients'."""
+
+    def suspend(self, held: bool) -> None:
+        """Clients train alone anyway."""
+
+    def count(self, nbytes: int) -> None:
+        """Clients and server would have sent this much; told on one worker."""
+        self._traffic += nbytes
+
+    def payload(self) -> int:
+        """Bytes that clients and server would have sent."""
+        return self._traffic
+
+    def figures(self) -> dict[str, Any]:
+        """Nothing for the display beyond the run's own figures."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count."""
+        return {"traffic": self._traffic}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue counting."""
+        self._traffic = int(state["traffic"])
+
+
+__all__ = ["Algorithm", "Federated", "FederatedWorker"]
