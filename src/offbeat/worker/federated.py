@@ -20,14 +20,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Subset
 
 from offbeat.errors import DataError, NonFiniteError
-from offbeat.runtime.federated.client_state import ClientStates
-from offbeat.runtime.federated.exact_sum import ExactSum
+from offbeat.runtime.federated.aggregation import ClientUpdate, Selected
+from offbeat.runtime.federated.client_state import ClientState, ClientStates
 from offbeat.runtime.federated.flat_model import FlatModel
-from offbeat.runtime.federated.local_training import LocalTrainer, Visit, check_loss, examples_of
+from offbeat.runtime.federated.local_training import LocalResult, LocalTrainer, Visit, check_loss, examples_of
 from offbeat.runtime.federated.round_log import RoundLog
 from offbeat.simulate.federated import Participant, RoundOutcome, RoundProgress, VirtualRounds
 from offbeat.strategies.federated.algorithms import ServerSide
 from offbeat.strategies.federated.strategy import Federated, FederatedWorker
+from offbeat.strategies.federated.update_path import UpdatePath, update_path
 from offbeat.task import Task
 from offbeat.team.team import Team
 from offbeat.worker.client_data import divided
@@ -71,7 +72,9 @@ def federate(task: Task, team: Team) -> None:
 class GlobalModel:
     """The model that all clients share and the place in the sequence of rounds; what a checkpoint holds."""
 
-    def __init__(self, flat: FlatModel, server: ServerSide, optimizer: Optimizer, schedule: LRScheduler | None) -> None:
+    def __init__(
+        self, flat: FlatModel, server: ServerSide, path: UpdatePath, optimizer: Optimizer, schedule: LRScheduler | None
+    ) -> None:
         self.base = flat.values.clone()
         """The global parameters."""
         self.progress = RoundProgress()
@@ -79,7 +82,7 @@ class GlobalModel:
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.older: dict[int, Tensor] = {}
         """Models that clients are still training from, by version."""
-        self._kept: dict[str, Any] = {"server": server, "optimizer": optimizer}
+        self._kept: dict[str, Any] = {"server": server, "aggregation": path.aggregation, "optimizer": optimizer}
         if schedule is not None:
             self._kept["schedule"] = schedule
 
@@ -139,9 +142,10 @@ class Rounds:
         algorithm = self._strategy.algorithm
         self._server = algorithm.server(self.flat, self._strategy.clients)
         self._client = algorithm.client(self.flat, self._server)
-        self.model = GlobalModel(self.flat, self._server, optimizer, self._schedule)
-        folder = team.folder
-        self._states = ClientStates(folder / CLIENTS_FOLDER) if folder and algorithm.keeps_state else None
+        self._path = update_path(team.strategy, self.flat, team.seed)
+        self.model = GlobalModel(self.flat, self._server, self._path, optimizer, self._schedule)
+        folder, keeps_state = team.folder, algorithm.keeps_state or self._path.keeps_state
+        self._states = ClientStates(folder / CLIENTS_FOLDER) if folder and keeps_state else None
         self._log = RoundLog(folder if team.group.membership.leads else None)
         self._plan = self._strategy.plan()
         self._virtual: VirtualRounds | None = None
@@ -150,9 +154,9 @@ class Rounds:
     def begin(self) -> None:
         """Continue after the last round of the model."""
         model = self.model
-        nbytes = self.flat.nbytes * (2 if self._strategy.algorithm.sends_more else 1)
-        sizes, seed = self._parts.sizes, self._team.seed
-        self._virtual = VirtualRounds(self._plan, sizes, nbytes, nbytes, seed, start=model.progress)
+        sizes, path, seed = self._parts.sizes, self._path, self._team.seed
+        start = model.progress
+        self._virtual = VirtualRounds(self._plan, sizes, path.model_bytes, path.update_bytes, seed, start=start)
 
     def next(self) -> None:
         """One round: its clients train, their updates are summed, and the model moves."""
@@ -160,15 +164,15 @@ class Rounds:
         virtual = cast("VirtualRounds", self._virtual)
         outcome = next(virtual)
         with team.stopwatch.spent_on("compute"):
-            sums = self._train(outcome)
+            self._train(outcome)
         with team.stopwatch.spent_on("communicate"):
-            team.group.sum(sums.integers, "the sum of updates")
+            self._path.aggregation.combine(team.group.sum)
         with team.stopwatch.spent_on("compute"):
-            move = self._move(outcome, sums)
+            move = self._move(outcome)
             model.go_on(virtual.progress, move)
             if self._schedule is not None:
                 self._schedule.step()
-        self._count(outcome, move is not None, sums)
+        self._count(outcome, accepted=move is not None)
 
     def scored(self, score: Callable[[], float]) -> float:
         """A score of the global model."""
@@ -180,32 +184,34 @@ class Rounds:
         """The result's entry."""
         return {**self.model.counts, "clients": self._strategy.clients, "simulated_seconds": self.model.progress.now}
 
-    def _train(self, outcome: RoundOutcome) -> RoundSums:
-        """The sums over this worker's share of the clients."""
+    def _train(self, outcome: RoundOutcome) -> None:
+        """Add this worker's share of the clients' updates."""
         team, model, participants = self._team, self.model, outcome.participants
-        parts, algorithm = self._parts, self._strategy.algorithm
-        sizes = [int(parts.sizes[each.client]) for each in participants]
-        whole = sum(size * each.factor for size, each in zip(sizes, participants, strict=True))
-        sums = RoundSums(self.flat, whole, len(participants) if algorithm.sends_more else 0)
-        for position in shares(participants, sizes, team.size)[team.rank]:
+        path, sizes = self._path, self._parts.sizes
+        path.aggregation.begin(Selected(outcome.number, outcome.cohort, sizes[list(outcome.cohort)].tolist()))
+        examples = [int(sizes[each.client]) for each in participants]
+        for position in shares(participants, examples, team.size)[team.rank]:
             each = participants[position]
-            visit = Visit(each.client, outcome.number, parts.part(each.client))
+            visit = Visit(each.client, outcome.number, self._parts.part(each.client))
             state = None if self._states is None else self._states.read(each.client, outcome.number)
-            if algorithm.whole_gradient:
-                result = self._trainer.gradient(visit, model.at(each.version))
-            else:
-                result = self._trainer.train(visit, model.at(each.version), self._client, state)
-            added = sums.add(result.update, result.extra, result.loss, sizes[position], each.factor, result.examples)
-            if added and self._states is not None and state is not None:
+            result = self._result(visit, model.at(each.version), state)
+            update = path.filtered(result.update, each.client, outcome.number, state)
+            weight = examples[position] * each.factor
+            sent = ClientUpdate(each.client, update, result.extra, weight, result.loss, result.examples)
+            if path.aggregation.add(sent) and self._states is not None and state is not None:
                 # Repeated after a resume, so the states of the last checkpoint's round must stay.
                 self._states.write(each.client, outcome.number, state, team.checkpointed)
-        return sums
 
-    def _move(self, outcome: RoundOutcome, sums: RoundSums) -> Callable[[Tensor], None] | None:
+    def _result(self, visit: Visit, base: Tensor, state: ClientState | None) -> LocalResult:
+        if self._strategy.algorithm.whole_gradient:
+            return self._trainer.gradient(visit, base)
+        return self._trainer.train(visit, base, self._client, state)
+
+    def _move(self, outcome: RoundOutcome) -> Callable[[Tensor], None] | None:
         """How the global model moves by the mean; None if too few updates counted."""
-        if sums.updates < self._plan.fewest or outcome.failed:
+        if self._path.aggregation.updates < self._plan.fewest or outcome.failed:
             return None
-        mean, extra = sums.mean(self.flat.values.dtype)
+        mean, extra = self._path.aggregation.mean()
         whole = self._strategy.algorithm.whole_gradient
 
         def move(base: Tensor) -> None:
@@ -216,8 +222,8 @@ class Rounds:
 
         return move
 
-    def _count(self, outcome: RoundOutcome, accepted: bool, sums: RoundSums) -> None:
-        team, counts = self._team, self.model.counts
+    def _count(self, outcome: RoundOutcome, accepted: bool) -> None:
+        team, counts, sums = self._team, self.model.counts, self._path.aggregation
         refused = len(outcome.participants) - sums.updates
         known = {"updates": sums.updates, "late": len(outcome.late), "dropped": len(outcome.dropped), "rounds": 1}
         traffic = {"bytes_down": outcome.bytes_down, "bytes_up": outcome.bytes_up}
@@ -236,57 +242,6 @@ class Rounds:
                 f"in the last {HOPELESS} rounds every client's update had NaN or numbers too large to average. The "
                 f"model is that of round {outcome.number - HOPELESS}. A lower learning rate often helps."
             )
-
-
-class RoundSums:
-    """A round's sums, as one row of integers that workers add up."""
-
-    _TAIL: Final = 2  # Weights and losses, in fixed point.
-    _WHOLE: Final = 2  # Updates and examples, as they are.
-
-    def __init__(self, flat: FlatModel, whole: float, extras: int) -> None:
-        size = flat.values.numel()
-        wide = size + (size if extras else 0)
-        self.integers = torch.zeros(wide + self._TAIL + self._WHOLE, dtype=torch.int64)
-        """What is added up."""
-        self._update = ExactSum(self.integers[:size], whole)
-        self._extra = ExactSum(self.integers[size:wide], extras) if extras else None
-        self._tail = ExactSum(self.integers[wide : wide + self._TAIL], whole)
-        self._counts = self.integers[wide + self._TAIL :]
-
-    def add(self, update: Tensor, extra: Tensor | None, loss: float, size: int, factor: float, examples: int) -> bool:
-        """Add a client's update by its examples times a factor; False if it cannot be summed."""
-        if self._extra is not None and (extra is None or not ExactSum.fits(extra)):
-            return False
-        if not self._update.add(update, size * factor):
-            return False
-        if self._extra is not None and extra is not None:
-            self._extra.add(extra, 1.0)
-        self._tail.add(torch.tensor([1.0, loss if ExactSum.fits(torch.tensor(loss)) else 0.0]), size * factor)
-        self._counts += torch.tensor([1, examples])
-        return True
-
-    @property
-    def updates(self) -> int:
-        """Updates that count."""
-        return int(self._counts[0])
-
-    @property
-    def examples(self) -> int:
-        """Examples that these clients went through."""
-        return int(self._counts[1])
-
-    @property
-    def loss(self) -> float:
-        """Mean loss of the clients, by their examples."""
-        weight, loss = self._tail.read().tolist()
-        return loss / weight
-
-    def mean(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """The mean update, and the sum of further vectors."""
-        weight = float(self._tail.read()[0])
-        mean = self._update.read().div_(weight).to(dtype)
-        return mean, None if self._extra is None else self._extra.read().to(dtype)
 
 
 def shares(participants: Sequence[Participant], sizes: Sequence[int], workers: int) -> list[list[int]]:

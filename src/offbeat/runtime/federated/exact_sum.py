@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -16,22 +17,27 @@ LARGEST: Final = 2.0**20
 class ExactSum:
     """A weighted sum of vectors, in integers.
 
-    With weights that sum to at most `whole`, sums stay below 2^60, so they cannot overflow. Partial sums of several
+    With weights that sum to at most `whole`, sums stay below 2^61, so they cannot overflow. Partial sums of several
     workers are added as integers, which is exact.
     """
 
-    def __init__(self, total: Tensor, whole: float) -> None:
+    def __init__(self, total: Tensor, whole: float = 1.0) -> None:
         self.total = total
         """The sum so far, as integers."""
-        self._unit = 2.0**FRACTION_BITS / max(whole, 1.0)
+        self._unit = 1.0
         self._wide = torch.empty(total.numel(), dtype=torch.float64, device=total.device)
         self._rounded = torch.empty_like(total)
+        self.begin(whole)
+
+    def begin(self, whole: float) -> None:
+        """Choose the unit for weights that sum to at most `whole`: a power of two, so that scaling rounds nothing."""
+        self._unit = 2.0 ** (FRACTION_BITS - math.ceil(math.log2(max(whole, 1.0))))
 
     def add(self, vector: Tensor, weight: float) -> bool:
         """Add a vector `weight` times; False, and nothing is added, if it has NaN or a number that is too large."""
         if not self.fits(vector):
             return False
-        wide = torch.mul(vector, weight * self._unit, out=self._wide)
+        wide = self._wide.copy_(vector).mul_(weight * self._unit)
         self.total += self._rounded.copy_(wide.round_())
         return True
 

@@ -1,0 +1,76 @@
+"""The way of an update from a client's training to the move of the model, as a strategy says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor
+
+from offbeat.runtime.federated.aggregation import Aggregation, ExactMean, UpdateFilter, UpdateLayout
+from offbeat.runtime.federated.client_state import ClientState
+from offbeat.runtime.federated.flat_model import FlatModel
+from offbeat.strategies._base import Combined
+from offbeat.strategies.federated.strategy import Federated
+
+
+@dataclass(frozen=True)
+class UpdatePath:
+    """What happens to updates: filters at the client, one after the other, and one aggregation of all clients'."""
+
+    layout: UpdateLayout
+    filters: tuple[UpdateFilter, ...]
+    aggregation: Aggregation
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a filter keeps something of each client between rounds."""
+        return any(each.keeps_state for each in self.filters)
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes that a client downloads in a round."""
+        return self.layout.nbytes * (2 if self.layout.extra else 1)
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes that a client uploads in a round."""
+        nbytes = self.layout.nbytes
+        for each in self.filters:
+            nbytes = each.update_bytes(self.layout.size, nbytes)
+        return nbytes + (self.layout.nbytes if self.layout.extra else 0)
+
+    def filtered(self, update: Tensor, client: int, number: int, state: ClientState | None) -> Tensor:
+        """An update as the client sends it."""
+        for each in self.filters:
+            update = each.apply(update, client, number, state)
+        return update
+
+
+def update_path(strategy: Combined, model: FlatModel, seed: int) -> UpdatePath:
+    """The whole path: for a process that simulates clients and server."""
+    layout = layout_of(strategy, model)
+    return UpdatePath(layout, update_filters(strategy, layout, seed), aggregation(strategy, layout, seed))
+
+
+def layout_of(strategy: Combined, model: FlatModel) -> UpdateLayout:
+    """What the updates of this model hold."""
+    more = rules_of(strategy).algorithm.sends_more
+    return UpdateLayout(model.values.numel(), model.trainable, model.values.dtype, more)
+
+
+def update_filters(strategy: Combined, layout: UpdateLayout, seed: int) -> tuple[UpdateFilter, ...]:
+    """The filters of a client, in the order in which they are applied."""
+    del strategy, layout, seed
+    return ()
+
+
+def aggregation(strategy: Combined, layout: UpdateLayout, seed: int) -> Aggregation:
+    """The aggregation of the server."""
+    del strategy, seed
+    return ExactMean(layout)
+
+
+def rules_of(strategy: Combined) -> Federated:
+    """The federated part of a strategy."""
+    return cast("Federated", strategy.exchange)
