@@ -45,6 +45,14 @@ class MachineError(UsageError):
         self.seed = seed
 
 
+class ProgramError(UsageError):
+    """A program for servers cannot be parsed, has wrong types, or exceeds its budget; `line` and `column` say where."""
+
+    def __init__(self, message: str, at: tuple[int, int] | None = None) -> None:
+        super().__init__(message if at is None else f"line {at[0]}, column {at[1]}: {message}")
+        self.line, self.column = at or (0, 0)
+
+
 class RunError(OffbeatError):
     """A run was started and failed."""
 
