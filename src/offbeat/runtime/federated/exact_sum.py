@@ -24,20 +24,21 @@ class ExactSum:
     def __init__(self, total: Tensor, whole: float = 1.0) -> None:
         self.total = total
         """The sum so far, as integers."""
-        self._unit = 1.0
+        self.unit = 1.0
+        """What 1 is as an integer."""
         self._wide = torch.empty(total.numel(), dtype=torch.float64, device=total.device)
         self._rounded = torch.empty_like(total)
         self.begin(whole)
 
     def begin(self, whole: float) -> None:
         """Choose the unit for weights that sum to at most `whole`: a power of two, so that scaling rounds nothing."""
-        self._unit = 2.0 ** (FRACTION_BITS - math.ceil(math.log2(max(whole, 1.0))))
+        self.unit = 2.0 ** (FRACTION_BITS - math.ceil(math.log2(max(whole, 1.0))))
 
     def add(self, vector: Tensor, weight: float) -> bool:
         """Add a vector `weight` times; False, and nothing is added, if it has NaN or a number that is too large."""
         if not self.fits(vector):
             return False
-        wide = self._wide.copy_(vector).mul_(weight * self._unit)
+        wide = self._wide.copy_(vector).mul_(weight * self.unit)
         self.total += self._rounded.copy_(wide.round_())
         return True
 
@@ -51,4 +52,4 @@ class ExactSum:
 
     def read(self) -> Tensor:
         """The sum as 64-bit floating-point numbers."""
-        return self.total.double().div_(self._unit)
+        return self.total.double().div_(self.unit)
