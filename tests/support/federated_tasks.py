@@ -44,6 +44,7 @@ class Owners(offbeat.Task):
     own_datasets: bool = False
     empty: bool = False  # Whether client 1 has no examples.
     rate: float = RATE
+    global_batch: int = 6
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -158,14 +158,14 @@ class GradientLearner(Learner):
         score = Scorer(self._task, self.flat.module, self._team, data)
 
         def scored() -> float:
-            self.flat.values.copy_(self.model.base)
+            self.flat.load(self.model.base)
             return score()
 
         return scored
 
     def trained(self) -> dict[str, Tensor]:
         """The state of the module, with the global parameters."""
-        self.flat.values.copy_(self.model.base)
+        self.flat.load(self.model.base)
         return {name: value for name, value in self.flat.module.state_dict().items() if isinstance(value, Tensor)}
 
 

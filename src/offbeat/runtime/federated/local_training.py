@@ -90,7 +90,7 @@ class LocalTrainer:
         """Train the model on a client's examples, from these global parameters."""
         model, optimizer = self.model, self.optimizer
         self._draw_as(visit)
-        model.values.copy_(base)
+        model.load(base)
         model.module.train()
         correction.begin(base, state)
         total, steps, examples = torch.zeros(()), 0, 0
@@ -113,7 +113,7 @@ class LocalTrainer:
         """Compute the gradient of a client's mean loss at these global parameters."""
         model = self.model
         self._draw_as(visit)
-        model.values.copy_(base)
+        model.load(base)
         model.module.train()
         self.optimizer.zero_grad()
         loss = self._loss(self._examples(visit.indices))

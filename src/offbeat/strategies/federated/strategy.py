@@ -189,8 +189,8 @@ class FederatedWorker(Exchange):
         self._traffic += nbytes
 
     def payload(self) -> int:
-        """Bytes that clients and server would have sent."""
-        return self._traffic
+        """Bytes that clients and server would have sent, in place of what the workers that simulate them did send."""
+        return self._traffic - self.group.bytes_sent
 
     def figures(self) -> dict[str, Any]:
         """Nothing for the display beyond the run's own figures."""
