@@ -183,6 +183,9 @@ class ExactMean(Aggregation):
 
     def combine(self, add_up: AddUp) -> None:
         """One sum of integers."""
+        for sums in (self._update, self._extra):
+            if sums is not None:
+                sums.settle()
         self._counts.copy_(torch.tensor(astuple(self._tally)))
         add_up(self._row, "the sum of updates")
         self._tally = _Tally(*self._counts.tolist())
