@@ -144,6 +144,8 @@ def resolve(job: Job) -> Job:
             # A step is a round of clients; epochs are passes over all data.
             passes = changes.pop("epochs", None) or goal.epochs or 1
             changes |= {"steps": strategy.exchange.rounds(passes), "epochs": None}
+        if isinstance(strategy.exchange, Federated) and isinstance(task, IterativeTask):
+            strategy.exchange.check_iterative(type(task).__name__)
         if strategy.split:
             _refuse_unsplittable(task, strategy, job.workers)
         if isinstance(task, IterativeTask) and goal.replace:

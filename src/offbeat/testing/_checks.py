@@ -194,7 +194,7 @@ def ctrl_c_leaves_nothing(bench: Bench) -> None:
     nothing_left(folder, before)
 
 
-@_check("a loss that is not finite stops the run")
+@_check("a loss that is not finite stops the run", lambda t: not t.refuses_updates)
 def a_loss_that_is_not_finite_stops_the_run(bench: Bench) -> None:
     """NaN on one worker: the run stops and says where; the last checkpoint stays."""
     options = {"fault": "nan", "fault_rank": 0, "fault_step": 8, "batch": 8, "examples": 16, "checkpoint_every": 2}
@@ -205,6 +205,14 @@ def a_loss_that_is_not_finite_stops_the_run(bench: Bench) -> None:
     _in("step", str(error), "the message")
     run = next((bench.folder / "nan" / "runs").resolve().glob("2*"))
     _true(newest(run / "checkpoint") is not None, "the checkpoint from before is kept")
+
+
+@_check("an update that is not finite is refused, and the run goes on", lambda t: t.refuses_updates)
+def an_update_that_is_not_finite_is_refused(bench: Bench) -> None:
+    """NaN in one client's loss: its update is counted as refused, and the model stays finite."""
+    result = bench.fit("nan", epochs=2, fault="nan", fault_rank=0, fault_step=2)
+    _true(result.federated.get("refused", 0) > 0, f"refused updates are counted: {result.federated}")
+    _true(all(bool(value.isfinite().all()) for value in _trained(result).values()), "parameters are finite")
 
 
 @_check("a watched run goes on from its checkpoints")

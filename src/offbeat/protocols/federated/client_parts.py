@@ -89,6 +89,13 @@ def by_client(clients: Sequence[Any] | NDArray[Any]) -> ClientParts:
     return _by_owner(owners.astype(np.int64), len(names), tuple(str(name) for name in names))
 
 
+def by_size(sizes: Sequence[int], names: tuple[str, ...] = ()) -> ClientParts:
+    """Consecutive examples, this many for each client."""
+    _check(len(sizes))
+    offsets = np.concatenate([[0], np.cumsum(np.asarray(sizes, np.int64))]).astype(np.int64)
+    return ClientParts(np.arange(offsets[-1], dtype=np.int64), offsets, names)
+
+
 def _check(clients: int) -> None:
     whole("clients", clients, SIMULATED_WORKERS)
 

@@ -62,7 +62,9 @@ def _entries(result: Result) -> Iterator[tuple[str, str]]:
     yield "speed", f"{speed}{result.core_seconds:.1f} core-seconds"
     mean = f" (mean of {result.workers} workers)" if result.workers > 1 else ""
     yield "where the time went", kinds_in_words(result.seconds_by_kind) + mean
-    if result.workers > 1:
+    if result.federated:
+        yield from federated_in_words(result.federated)
+    elif result.workers > 1:
         yield "sent", f"{amount(result.bytes_sent)} between {result.workers} workers"
     if result.servers:
         yield from served_in_words(result)
@@ -87,6 +89,16 @@ def _entries(result: Result) -> Iterator[tuple[str, str]]:
         yield "start-up", f"{result.startup_seconds:.1f} s, not counted above"
     if result.run != Path():
         yield "everything is in", str(result.run)
+
+
+def federated_in_words(counts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What clients and server would have sent, and which updates counted."""
+    up, down = amount(counts["bytes_up"]), amount(counts["bytes_down"])
+    yield "clients would send", f"{up} to the server and receive {down}; workers simulate them"
+    lost = [f"{counts[name]:,} {name}" for name in ("late", "dropped", "refused") if counts[name]]
+    failed = f"; {counts['failed_rounds']:,} rounds without an update" if counts["failed_rounds"] else ""
+    updates = ", ".join([f"{counts['updates']:,} counted", *lost])
+    yield "clients' updates", f"{updates} in {counts['rounds']:,} rounds of {counts['clients']:,} clients{failed}"
 
 
 def _hosts_in_words(hosts: Sequence[Mapping[str, Any]]) -> str:

@@ -57,7 +57,7 @@ class Federated(Exchanging):
     epochs: int = 1
     """Passes of a client over its data in a round."""
     batch: int | Literal["full"] = 10
-    """Examples of a client's step; `full` is all that it has."""
+    """Examples of a client's step; `full` is all that it has. Iterative tasks take all at once."""
     algorithm: FedAvg | FedSGD | FedProx | Scaffold | FedAdagrad | FedAdam | FedYogi | FedBuff = _AVERAGE
     """What clients and server compute beside plain averaging."""
     data: IIDClients | DirichletClients | LabelShards | QuantitySkew | TaskClients | None = None
@@ -75,18 +75,22 @@ class Federated(Exchanging):
     dropout: float = 0.0
     """Probability that a selected client never answers."""
 
-    promises = Traits(synchronous=True, deterministic=True)
+    promises = Traits(deterministic=True, refuses_updates=True)
     aliases: ClassVar = {
         "fedavg": "federated",
         "fedsgd": "federated(batch=full, algorithm=fedsgd)",
         "fedbuff": "federated(algorithm=fedbuff(10))",
+        "fedadagrad": "federated(algorithm=fedadagrad)",
+        "fedadam": "federated(algorithm=fedadam)",
+        "fedyogi": "federated(algorithm=fedyogi)",
+        "scaffold": "federated(algorithm=scaffold)",
     }
     examples = (
         "federated(clients=100, fraction=0.1, epochs=5)",
         "federated(clients=1000, data=dirichlet(0.3), algorithm=fedprox(0.01))",
         "federated(algorithm=fedbuff(10), speeds=lognormal(0.8))",
     )
-    unplanned = "clients are simulated: what they would send is in the result, as federated.bytes_up and bytes_down"
+    unplanned = "who takes part is drawn for each round, and clients are simulated: their workers exchange one sum"
     _ranges = (
         ("clients", lambda clients: 1 <= clients <= MOST_CLIENTS, f"there are 1 to {MOST_CLIENTS:,} clients"),
         ("fraction", lambda share: 0 < share <= 1, "it is the share of clients in a round: above 0, at most 1"),
@@ -121,6 +125,16 @@ class Federated(Exchanging):
                 f"{self.algorithm} keeps the clients' state in the run's folder, which {hosts} hosts do not share. Put "
                 f"all workers on one host, or use another algorithm."
             )
+
+    def check_iterative(self, task: str) -> None:
+        """Refuse what only gradient descent has, for a task that has none."""
+        gradients = {"algorithm": (self.algorithm, _AVERAGE), "epochs": (self.epochs, 1)}
+        for name, (value, plain) in gradients.items():
+            if value != plain:
+                raise StrategyError(
+                    f"{name}={value} cannot be used with {task}: its clients send statistics of all their data, and do "
+                    f"not train. Omit it."
+                )
 
     def rounds(self, epochs: int) -> int:
         """The rounds in which as many examples are seen as in this many passes over all data."""
@@ -171,12 +185,12 @@ class FederatedWorker(Exchange):
         """Clients train alone anyway."""
 
     def count(self, nbytes: int) -> None:
-        """Clients and server would have sent this much; told on one worker."""
+        """Clients and server would have sent this much; counted on one worker."""
         self._traffic += nbytes
 
     def payload(self) -> int:
-        """Bytes that clients and server would have sent."""
-        return self._traffic
+        """Bytes that clients and server would have sent, in place of what the workers that simulate them did send."""
+        return self._traffic - self.group.bytes_sent
 
     def figures(self) -> dict[str, Any]:
         """Nothing for the display beyond the run's own figures."""

@@ -21,6 +21,8 @@ class UpdatePath:
     layout: UpdateLayout
     filters: tuple[UpdateFilter, ...]
     aggregation: Aggregation
+    params_bytes: int | None = None
+    """Bytes of the global parameters; None: as many as of an update."""
 
     @property
     def keeps_state(self) -> bool:
@@ -30,7 +32,8 @@ class UpdatePath:
     @property
     def model_bytes(self) -> int:
         """Bytes that a client downloads in a round."""
-        return self.layout.nbytes * (2 if self.layout.extra else 1)
+        nbytes = self.layout.nbytes if self.params_bytes is None else self.params_bytes
+        return nbytes + (self.layout.nbytes if self.layout.extra else 0)
 
     @property
     def update_bytes(self) -> int:
