@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any, cast
 import msgspec
 
 from offbeat import limits
-from offbeat.errors import CheckpointError, StrategyError, TaskError, UsageError
+from offbeat.errors import CheckpointError, OffbeatWarning, StrategyError, TaskError, UsageError
+from offbeat.runtime.federated.privacy_accountant import check_installed
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.run.folder import RUN_FILE, RunFolder, part
 from offbeat.runtime.run.result import Result
@@ -144,8 +146,17 @@ def resolve(job: Job) -> Job:
             # A step is a round of clients; epochs are passes over all data.
             passes = changes.pop("epochs", None) or goal.epochs or 1
             changes |= {"steps": strategy.exchange.rounds(passes), "epochs": None}
+        if isinstance(strategy.exchange, Federated) and (terms := strategy.exchange.privacy_terms) is not None:
+            check_installed()
+            if terms.doubt:
+                warnings.warn(terms.doubt, OffbeatWarning, stacklevel=2)
         if isinstance(strategy.exchange, Federated) and isinstance(task, IterativeTask):
             strategy.exchange.check_iterative(type(task).__name__)
+            if strategy.compressions:
+                raise StrategyError(
+                    f"{strategy.compressions[0]} cannot be used with {type(task).__name__}: its clients send sums of "
+                    f"statistics anew in every round, so what one message left out would never be sent. Omit it."
+                )
         if strategy.split:
             _refuse_unsplittable(task, strategy, job.workers)
         if isinstance(task, IterativeTask) and goal.replace:

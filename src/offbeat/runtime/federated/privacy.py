@@ -7,18 +7,17 @@ was made from (Mironov, "On Significance of the Least Significant Bits for Diffe
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
-from offbeat.errors import OffbeatWarning, StrategyError
+from offbeat.errors import StrategyError
 from offbeat.runtime.federated.aggregation import AddUp, Aggregation, ClientUpdate, Selected, UpdateFilter, UpdateLayout
 from offbeat.runtime.federated.client_state import ClientState
-from offbeat.runtime.federated.exact_sum import LARGEST, ExactSum
+from offbeat.runtime.federated.exact_sum import FRACTION_BITS, ExactSum
 from offbeat.runtime.federated.noise import NoiseSource, noise_share
 from offbeat.runtime.federated.privacy_accountant import PrivacyAccountant, calibrated_noise, check_installed
 
@@ -106,8 +105,7 @@ class PrivacyLedger:
     def accountant(self) -> PrivacyAccountant:
         """Accounts for rounds with the noise of this run."""
         if self._accountant is None:
-            assert self.noise is not None
-            self._accountant = PrivacyAccountant(self.noise, self.terms.probability, self.terms.delta)
+            self._accountant = PrivacyAccountant(cast("float", self.noise), self.terms.probability, self.terms.delta)
         return self._accountant
 
     @property
@@ -150,7 +148,7 @@ class PrivateMean(Aggregation):
         """What is spent."""
         self._row = torch.zeros(layout.size + 2, dtype=torch.int64)
         self._counts = self._row[layout.size :]
-        self._sum = ExactSum(self._row[: layout.size], 2.0 ** (40 - _GRID_BITS))
+        self._sum = ExactSum(self._row[: layout.size], 2.0 ** (FRACTION_BITS - _GRID_BITS))
         self._number = 0
 
     def prepare(self, rounds: int | None) -> None:
@@ -177,9 +175,8 @@ class PrivateMean(Aggregation):
 
     def mean(self) -> tuple[Tensor, Tensor | None]:
         """Add the noise, once for all workers, and divide."""
-        noise, terms = self.ledger.noise, self._terms
-        assert noise is not None
-        drawn = self._source.normal(self._number, self._layout.size).mul_(noise * 2.0**_GRID_BITS)
+        noise, terms = cast("float", self.ledger.noise), self._terms
+        drawn = self._source.normal(self._number, self._layout.size).mul_(noise * self._sum.unit)
         self._sum.total += drawn.round_().long()
         return self._sum.read().mul_(terms.clip / terms.expected).to(self._layout.dtype), None
 
@@ -256,12 +253,3 @@ def clipping_factor(update: Tensor, clip: float) -> float:
     """What an update is multiplied by, so that its norm is `clip` at most."""
     norm = float(torch.linalg.vector_norm(update, dtype=torch.float64))
     return 1.0 if norm <= clip * _MARGIN else clip * _MARGIN / norm
-
-
-def warn_of(terms: PrivacyTerms) -> None:
-    """Warn of a promise that is weak."""
-    if terms.doubt:
-        warnings.warn(terms.doubt, OffbeatWarning, stacklevel=2)
-
-
-__all__ = ["LARGEST", "ClipFilter", "NoiseShareFilter", "PrivacyLedger", "PrivacyTerms", "PrivateMean", "warn_of"]

@@ -6,6 +6,7 @@ A round is a Gaussian mechanism on a Poisson sample of clients; neighbours diffe
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 from typing import Any, Final
 
@@ -84,16 +85,16 @@ def calibrated_noise(epsilon: float, probability: float, delta: float, rounds: i
 
 def check_installed() -> None:
     """Refuse privacy without the library that accounts for it."""
-    _distributions()
+    if importlib.util.find_spec("dp_accounting") is None:
+        raise UsageError(
+            "privacy(...) is accounted for by the package dp-accounting, which is not installed. Install it with "
+            "pip install 'offbeat[federated]'."
+        )
 
 
 def _distributions() -> Any:
     """The module of privacy loss distributions, which takes a second to import."""
-    try:
-        from dp_accounting.pld import privacy_loss_distribution
-    except ImportError as error:
-        raise UsageError(
-            "privacy(...) is accounted for by the package dp-accounting, which is not installed. Install it with "
-            "pip install 'offbeat[federated]'."
-        ) from error
+    check_installed()
+    from dp_accounting.pld import privacy_loss_distribution
+
     return privacy_loss_distribution

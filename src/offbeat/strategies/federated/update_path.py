@@ -10,6 +10,8 @@ from torch import Tensor
 from offbeat.runtime.federated.aggregation import Aggregation, ExactMean, UpdateFilter, UpdateLayout
 from offbeat.runtime.federated.client_state import ClientState
 from offbeat.runtime.federated.flat_model import FlatModel
+from offbeat.runtime.federated.noise import SeededNoise
+from offbeat.runtime.federated.privacy import PrivateMean
 from offbeat.strategies._base import Combined
 from offbeat.strategies.federated.strategy import Federated
 
@@ -70,8 +72,8 @@ def update_filters(strategy: Combined, layout: UpdateLayout, seed: int) -> tuple
 
 def aggregation(strategy: Combined, layout: UpdateLayout, seed: int) -> Aggregation:
     """The aggregation of the server."""
-    del strategy, seed
-    return ExactMean(layout)
+    terms = rules_of(strategy).privacy_terms
+    return ExactMean(layout) if terms is None else PrivateMean(layout, terms, SeededNoise(seed))
 
 
 def rules_of(strategy: Combined) -> Federated:
