@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from scipy.optimize import brentq
 
@@ -79,7 +79,7 @@ def calibrated_noise(epsilon: float, probability: float, delta: float, rounds: i
         if low == math.log(_QUIETEST):
             return _QUIETEST
         low = max(low - 0.5, math.log(_QUIETEST))
-    noise = math.exp(float(brentq(excess, low, high, xtol=_TOLERANCE / 2)) + _TOLERANCE)
+    noise = math.exp(cast("float", brentq(excess, low, high, xtol=_TOLERANCE / 2)) + _TOLERANCE)
     return math.ceil(noise * 1e4) / 1e4  # The same on machines whose arithmetic differs in the last bits.
 
 

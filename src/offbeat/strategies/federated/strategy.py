@@ -18,6 +18,7 @@ from offbeat.runtime.federated.privacy import PrivacyTerms
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies._base import Axis, Strategy, Traits, require
+from offbeat.strategies.compressors import Compressing
 from offbeat.strategies.federated.algorithms import (
     Algorithm,
     FedAdagrad,
@@ -97,6 +98,7 @@ class Federated(Exchanging):
         "federated + quantize(8)",
     )
     carries = True
+    point_to_point = True
     unplanned = "who takes part is drawn for each round, and clients are simulated: their workers exchange one sum"
     _ranges = (
         ("clients", lambda clients: 1 <= clients <= MOST_CLIENTS, f"there are 1 to {MOST_CLIENTS:,} clients"),
@@ -161,6 +163,11 @@ class Federated(Exchanging):
             return "its clients train on their own between two rounds anyway. Say epochs=… in federated(...)"
         if other.axis is Axis.SPLIT:
             return "each client trains the whole model"
+        if isinstance(other, Compressing) and (form := other.format()) is not None and not form.fixed:
+            return (
+                f"the length of {other}'s messages is known only when they are made, and clients' links and deadlines "
+                f"are simulated beforehand. Use topk"
+            )
         return None
 
     def check_hosts(self, hosts: int) -> None:
