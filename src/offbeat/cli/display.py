@@ -208,6 +208,7 @@ class Display(LivePanel):
             "" if progress.get("epoch") is None else f"epoch {progress['epoch']}",
             "" if progress.get("loss") is None else f"loss {progress['loss']:.4f}",
             *(f"{name} {value:.4g}" for name, value in self._metrics.items()),
+            "" if progress.get("epsilon") is None else f"epsilon {progress['epsilon']:.3g}",
             f"{speed:,.0f} examples/s" if speed else "",
             staleness_in_words(progress.get("staleness", {})),
             pushes_in_words(progress.get("pushes", {}), trouble_only=True),

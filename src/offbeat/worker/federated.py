@@ -47,10 +47,11 @@ def federate(task: AnyTask, team: Team) -> None:
     team.resume()
     rounds.begin()
     validate = learner.scorer(data.validation)
-    while team.boundary():
+    while team.boundary() and not rounds.exhausted:
         team.begin_step()
         rounds.next()
-        if team.step % every == 0 or team.exhausted:
+        if team.step % every == 0 or team.exhausted or rounds.exhausted:
+            rounds.account()
             with team.stopwatch.spent_on("evaluate"):
                 score = validate()
             team.report(score=score)
@@ -87,6 +88,7 @@ class Rounds:
     def begin(self) -> None:
         """Continue after the last round of the model."""
         sizes, path, seed = self._parts.sizes, self._path, self._team.seed
+        path.aggregation.prepare(self._team.goal.steps)
         start = self.learner.model.progress
         self._virtual = VirtualRounds(self._plan, sizes, path.model_bytes, path.update_bytes, seed, start=start)
 
@@ -105,10 +107,23 @@ class Rounds:
             learner.round_done()
         self._count(outcome, accepted=move is not None)
 
+    @property
+    def exhausted(self) -> str:
+        """Why no further round may be made, though the budget of rounds is not spent; empty if one may."""
+        return self._path.aggregation.exhausted
+
+    def account(self) -> None:
+        """Before a report: bring the figures up to date that it shows."""
+        if self._team.group.membership.leads:
+            self._traffic.latest = self._path.aggregation.figures()
+
     def notes(self) -> dict[str, Any]:
         """The result's entry."""
-        model = self.learner.model
-        return {**model.counts, "clients": self._strategy.clients, "simulated_seconds": model.progress.now}
+        team, model = self._team, self.learner.model
+        early = self.exhausted and not (team.exhausted or team.ledger.reached)
+        stopped = {"stopped": self.exhausted} if early else {}
+        counts = {**model.counts, "clients": self._strategy.clients, "simulated_seconds": model.progress.now}
+        return counts | self._path.aggregation.notes() | stopped
 
     def _train(self, outcome: RoundOutcome) -> None:
         """Add this worker's share of the clients' updates."""
@@ -130,9 +145,10 @@ class Rounds:
 
     def _move(self, outcome: RoundOutcome) -> Callable[[Tensor], None] | None:
         """How the global model moves by the mean; None if too few updates counted."""
-        if self._path.aggregation.updates < self._plan.fewest or outcome.failed:
+        aggregation = self._path.aggregation
+        if not aggregation.moves_always and (aggregation.updates < self._plan.fewest or outcome.failed):
             return None
-        mean, extra = self._path.aggregation.mean()
+        mean, extra = aggregation.mean()
         return lambda base: self.learner.move(base, mean, extra)
 
     def _count(self, outcome: RoundOutcome, accepted: bool) -> None:

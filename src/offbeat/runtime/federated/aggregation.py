@@ -98,6 +98,12 @@ class Aggregation(ABC):
 
     needs_single_updates: bool = False
     """Whether it looks at updates one by one, which secure aggregation hides."""
+    moves_always: bool = False
+    """Whether the model moves in every round, also if no update has come."""
+
+    def prepare(self, rounds: int | None) -> None:
+        """Before the first round of a run, which may have this many in all; None: their number is unknown."""
+        del rounds
 
     @abstractmethod
     def begin(self, selected: Selected) -> None:
@@ -133,6 +139,15 @@ class Aggregation(ABC):
     def figures(self) -> dict[str, float]:
         """Figures for the display and the metrics, such as the privacy spent."""
         return {}
+
+    def notes(self) -> dict[str, Any]:
+        """Entries for the result."""
+        return {}
+
+    @property
+    def exhausted(self) -> str:
+        """Why no further round may be made; empty if one may."""
+        return ""
 
     def state_dict(self) -> dict[str, Any]:
         """What must outlive the process, such as a ledger."""

@@ -99,6 +99,11 @@ def federated_in_words(counts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     failed = f"; {counts['failed_rounds']:,} rounds without an update" if counts["failed_rounds"] else ""
     updates = ", ".join([f"{counts['updates']:,} counted", *lost])
     yield "clients' updates", f"{updates} in {counts['rounds']:,} rounds of {counts['clients']:,} clients{failed}"
+    if privacy := counts.get("privacy"):
+        spent = f"epsilon {counts['epsilon']:.3g} at delta {privacy['delta']:g} spent in {privacy['rounds']:,} rounds"
+        yield "privacy", f"{spent}; noise {privacy['noise']:g} times the clipping bound of {privacy['clip']:g}"
+    if counts.get("stopped"):
+        yield "stopped early", counts["stopped"]
 
 
 def _hosts_in_words(hosts: Sequence[Mapping[str, Any]]) -> str:

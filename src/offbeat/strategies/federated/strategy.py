@@ -14,9 +14,11 @@ from torch import nn
 
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.federated.plan import ClientSpeeds, RoundPlan
+from offbeat.runtime.federated.privacy import PrivacyTerms
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
-from offbeat.strategies._base import Axis, Strategy, Traits
+from offbeat.strategies._base import Axis, Strategy, Traits, require
+from offbeat.strategies.compressors import Compressing
 from offbeat.strategies.federated.algorithms import (
     Algorithm,
     FedAdagrad,
@@ -36,6 +38,7 @@ from offbeat.strategies.federated.clients import (
     QuantitySkew,
     TaskClients,
 )
+from offbeat.strategies.federated.privacy import Privacy
 from offbeat.strategies.worker.exchange import Exchange, Exchanging
 
 MOST_CLIENTS: Final = 10_000_000
@@ -62,8 +65,8 @@ class Federated(Exchanging):
     """What clients and server compute beside plain averaging."""
     data: IIDClients | DirichletClients | LabelShards | QuantitySkew | TaskClients | None = None
     """How the training data is divided over the clients; None: as --parts says."""
-    sampling: Literal["uniform", "poisson"] = "uniform"
-    """How a round's clients are drawn: a fixed number, or each client with the same probability."""
+    sampling: Literal["uniform", "poisson"] | None = None
+    """How a round's clients are drawn: a fixed number, or each with the same probability; None: poisson for privacy."""
     over: float = 1.0
     """Factor by which more clients are selected than are needed; the first to answer count."""
     deadline: float | None = None
@@ -74,6 +77,8 @@ class Federated(Exchanging):
     """How fast clients are; None: equally fast."""
     dropout: float = 0.0
     """Probability that a selected client never answers."""
+    privacy: Privacy | None = None
+    """Bound on what the models reveal about a client; None: there is none."""
 
     promises = Traits(deterministic=True, refuses_updates=True)
     aliases: ClassVar = {
@@ -89,7 +94,11 @@ class Federated(Exchanging):
         "federated(clients=100, fraction=0.1, epochs=5)",
         "federated(clients=1000, data=dirichlet(0.3), algorithm=fedprox(0.01))",
         "federated(algorithm=fedbuff(10), speeds=lognormal(0.8))",
+        "federated(clients=1000, fraction=0.05, privacy=privacy(epsilon=8, delta=1e-4))",
+        "federated + quantize(8)",
     )
+    carries = True
+    point_to_point = True
     unplanned = "who takes part is drawn for each round, and clients are simulated: their workers exchange one sum"
     _ranges = (
         ("clients", lambda clients: 1 <= clients <= MOST_CLIENTS, f"there are 1 to {MOST_CLIENTS:,} clients"),
@@ -105,10 +114,48 @@ class Federated(Exchanging):
     def __post_init__(self) -> None:
         """Refuse rounds that could never count."""
         super().__post_init__()
+        if self.privacy is not None:
+            self._check_private(self.privacy)
         try:
             self.plan()
         except UsageError as error:
             raise StrategyError(f"federated: {error}") from error
+
+    def _check_private(self, privacy: Privacy) -> None:
+        """Refuse what the account of privacy would not cover."""
+        reasons = (
+            (
+                self.sampling == "uniform",
+                "sampling=uniform",
+                "its account takes for granted that each client takes part independently of the others. Omit it, or "
+                "say sampling=poisson",
+            ),
+            (
+                self.algorithm.sends_more,
+                f"algorithm={self.algorithm}",
+                "its clients send a second vector, which would have to be clipped and accounted for as well. Use "
+                "fedavg, fedprox or a server optimizer",
+            ),
+            (
+                self.algorithm.buffer is not None,
+                f"algorithm={self.algorithm}",
+                "which clients it asks depends on which have answered, and its account needs independent draws. Use "
+                "fedavg, fedprox or a server optimizer",
+            ),
+            (
+                self.fewest > 1,
+                f"fewest={self.fewest}",
+                "whether the model moves would then show how many clients took part, in which one may make the "
+                "difference. Omit it",
+            ),
+            (
+                self.over != 1,
+                f"over={self.over:g}",
+                "which clients count would depend on their speed, and its account needs independent draws. Omit it",
+            ),
+        )
+        for refused, name, why in reasons:
+            require(not refused, self, "privacy", privacy, f"it cannot go with {name}: {why}")
 
     def refuses(self, other: Strategy) -> str | None:
         """What has no place beside rounds of clients."""
@@ -116,6 +163,11 @@ class Federated(Exchanging):
             return "its clients train on their own between two rounds anyway. Say epochs=… in federated(...)"
         if other.axis is Axis.SPLIT:
             return "each client trains the whole model"
+        if isinstance(other, Compressing) and (form := other.format()) is not None and not form.fixed:
+            return (
+                f"the length of {other}'s messages is known only when they are made, and clients' links and deadlines "
+                f"are simulated beforehand. Use topk"
+            )
         return None
 
     def check_hosts(self, hosts: int) -> None:
@@ -128,6 +180,11 @@ class Federated(Exchanging):
 
     def check_iterative(self, task: str) -> None:
         """Refuse what only gradient descent has, for a task that has none."""
+        if self.privacy is not None:
+            raise StrategyError(
+                f"{self.privacy} cannot be used with {task}: its clients send statistics, whose size has nothing to do "
+                f"with that of an update, so no bound to clip them by is right. Omit it."
+            )
         gradients = {"algorithm": (self.algorithm, _AVERAGE), "epochs": (self.epochs, 1)}
         for name, (value, plain) in gradients.items():
             if value != plain:
@@ -146,13 +203,22 @@ class Federated(Exchanging):
         return RoundPlan(
             clients=self.clients,
             fraction=self.fraction,
-            poisson=self.sampling == "poisson",
+            poisson=self.sampling == "poisson" or self.privacy is not None,
             over=self.over,
             deadline=self.deadline,
             fewest=self.fewest,
             speeds=None if speeds is None else ClientSpeeds(speeds.median, speeds.sigma, speeds.bandwidth or math.inf),
             dropout=self.dropout,
             buffer=self.algorithm.buffer,
+        )
+
+    @property
+    def privacy_terms(self) -> PrivacyTerms | None:
+        """What is fixed about the privacy of a run; None if there is none."""
+        if (privacy := self.privacy) is None:
+            return None
+        return PrivacyTerms(
+            self.clients, self.fraction, privacy.delta, privacy.clip, noise=privacy.noise, limit=privacy.limit
         )
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
@@ -169,6 +235,8 @@ class FederatedWorker(Exchange):
     def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
         super().__init__(group, stopwatch)
         self._traffic = 0
+        self.latest: dict[str, float] = {}
+        """Figures of the aggregation at the latest report."""
 
     def install(self, model: nn.Module) -> None:
         """Refuse a loop of the user's own."""
@@ -193,8 +261,8 @@ class FederatedWorker(Exchange):
         return self._traffic - self.group.bytes_sent
 
     def figures(self) -> dict[str, Any]:
-        """Nothing for the display beyond the run's own figures."""
-        return {}
+        """What the aggregation says, such as the privacy spent."""
+        return dict(self.latest)
 
     def state_dict(self) -> dict[str, Any]:
         """The count."""

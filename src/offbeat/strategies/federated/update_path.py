@@ -7,10 +7,15 @@ from typing import cast
 
 from torch import Tensor
 
+from offbeat.errors import StrategyError
 from offbeat.runtime.federated.aggregation import Aggregation, ExactMean, UpdateFilter, UpdateLayout
 from offbeat.runtime.federated.client_state import ClientState
 from offbeat.runtime.federated.flat_model import FlatModel
+from offbeat.runtime.federated.noise import SeededNoise
+from offbeat.runtime.federated.privacy import PrivateMean
 from offbeat.strategies._base import Combined
+from offbeat.strategies.compressors import Compressing
+from offbeat.strategies.federated.compressed_updates import CompressFilter
 from offbeat.strategies.federated.strategy import Federated
 
 
@@ -64,14 +69,22 @@ def layout_of(strategy: Combined, model: FlatModel) -> UpdateLayout:
 
 def update_filters(strategy: Combined, layout: UpdateLayout, seed: int) -> tuple[UpdateFilter, ...]:
     """The filters of a client, in the order in which they are applied."""
-    del strategy, layout, seed
-    return ()
+    compressions = cast("tuple[Compressing, ...]", strategy.compressions)
+    return (CompressFilter(compressions, layout, seed),) if compressions else ()
 
 
 def aggregation(strategy: Combined, layout: UpdateLayout, seed: int) -> Aggregation:
     """The aggregation of the server."""
-    del strategy, seed
-    return ExactMean(layout)
+    rules = rules_of(strategy)
+    if (terms := rules.privacy_terms) is None:
+        return ExactMean(layout)
+    if layout.trainable < layout.size:
+        raise StrategyError(
+            f"{rules.privacy} cannot be used with a model that has floating-point buffers, such as the running "
+            f"statistics of batch normalization: clients send them as well, and with noise a variance becomes "
+            f"negative. Use layers without them, such as GroupNorm or LayerNorm."
+        )
+    return PrivateMean(layout, terms, SeededNoise(seed))
 
 
 def rules_of(strategy: Combined) -> Federated:
