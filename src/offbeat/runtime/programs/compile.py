@@ -154,7 +154,9 @@ class CompiledProgram:
             known[number] = sum(terms)
             if not math.isfinite(known[number]):
                 name = self.plan.values[number].operation
-                raise NonFiniteError(f"The program's {name!r} over the shard is {known[number]}. No vector was changed.")
+                raise NonFiniteError(
+                    f"The program's {name!r} over the shard is {known[number]}. No vector was changed."
+                )
 
     def _run_kernel(
         self, vectors: Sequence[Tensor], targets: Mapping[int, Tensor], known: Mapping[int, float], check: bool
