@@ -218,7 +218,9 @@ class _Sentence:
             self._refuse("the end of the sentence")
         when = None if isinstance(action, PaceFault) else action.when
         if isinstance(action, Poison) != (role == "client"):
-            self._fail("poison is for clients" if role != "client" else "a client is not a process, so it can only poison")
+            self._fail(
+                "poison is for clients" if role != "client" else "a client is not a process, so it can only poison"
+            )
         if isinstance(action, Poison) and when is not None and not anyone:
             self._fail("a probability is for 'any client'")
         if anyone and not isinstance(when, Chance):

@@ -17,13 +17,14 @@ from torch import Tensor
 from offbeat.errors import DataError, NonFiniteError
 from offbeat.runtime.federated.aggregation import ClientUpdate, Selected
 from offbeat.runtime.federated.client_state import ClientStates
-from offbeat.runtime.federated.local_training import Visit
+from offbeat.runtime.federated.local_training import Visit, examples_of
+from offbeat.runtime.federated.poison import Attackers
 from offbeat.runtime.federated.round_log import RoundLog
 from offbeat.simulate.federated import Participant, RoundOutcome, VirtualRounds
 from offbeat.strategies.federated.strategy import Federated, FederatedWorker
 from offbeat.task import AnyTask, Data, Task
 from offbeat.team.team import Team
-from offbeat.worker.client_data import divided
+from offbeat.worker.client_data import classes_of, divided
 from offbeat.worker.federated_learner import GradientLearner, Learner
 from offbeat.worker.federated_statistics import StatisticsLearner
 from offbeat.worker.model_file import write_model
@@ -72,10 +73,13 @@ class Rounds:
         self._parts = divided(data.train, task, self._strategy, team.goal.parts, team.seed)
         if not self._parts.sizes.any():
             raise DataError("no client has an example: there is nothing to train on. Look at the task's data().")
+        disturbances, report = team.goal.disturbances, team.reports.disturbed
+        self._attackers = Attackers(disturbances, team.seed, lambda: classes_of(data.train), report)
+        examples = self._attackers.examples(examples_of(data.train, task.collate))
         if isinstance(task, Task):
-            self.learner: Learner = GradientLearner(task, team, data)
+            self.learner: Learner = GradientLearner(task, team, examples)
         else:
-            self.learner = StatisticsLearner(task, team, data, self._parts)
+            self.learner = StatisticsLearner(task, team, examples, self._parts)
         self._path = self.learner.path
         folder = team.folder
         self._states = ClientStates(folder / CLIENTS_FOLDER) if folder and self.learner.keeps_state else None
@@ -120,8 +124,10 @@ class Rounds:
             each = participants[position]
             visit = Visit(each.client, outcome.number, self._parts.part(each.client))
             state = None if self._states is None else self._states.read(each.client, outcome.number)
+            self._attackers.begin(each.client, outcome.number)
             result = learner.result(visit, learner.model.at(each.version), state)
             update = path.filtered(result.update, each.client, outcome.number, state)
+            update = self._attackers.attack(update, each.client, outcome.number)
             weight = examples[position] * each.factor
             sent = ClientUpdate(each.client, update, result.extra, weight, result.loss, result.examples)
             if path.aggregation.add(sent) and self._states is not None and state is not None:

@@ -15,11 +15,11 @@ from torch.utils.data import Dataset, Subset
 
 from offbeat.runtime.federated.client_state import ClientState
 from offbeat.runtime.federated.flat_model import FlatModel
-from offbeat.runtime.federated.local_training import LocalResult, LocalTrainer, Visit, check_loss, examples_of
+from offbeat.runtime.federated.local_training import Examples, LocalResult, LocalTrainer, Visit, check_loss
 from offbeat.simulate.federated import RoundProgress
 from offbeat.strategies.federated.strategy import Federated
 from offbeat.strategies.federated.update_path import UpdatePath, update_path
-from offbeat.task import Data, Task
+from offbeat.task import Task
 from offbeat.team.team import Team
 from offbeat.worker.task_data import loader_over, on_device, size_of
 
@@ -109,7 +109,7 @@ class Learner(ABC):
 class GradientLearner(Learner):
     """Clients train the model of a `Task`."""
 
-    def __init__(self, task: Task, team: Team, data: Data) -> None:
+    def __init__(self, task: Task, team: Team, examples: Examples) -> None:
         self._task, self._team = task, team
         strategy = cast("Federated", team.strategy.exchange)
         self.flat = FlatModel(task.model().to(team.device))
@@ -128,7 +128,7 @@ class GradientLearner(Learner):
         )
         batch = None if strategy.batch == "full" else strategy.batch
         self._trainer = LocalTrainer(
-            self.flat, optimizer, self._loss, examples_of(data.train, task.collate), team.seed, strategy.epochs, batch
+            self.flat, optimizer, self._loss, examples, team.seed, strategy.epochs, batch
         )
 
     def _loss(self, batch: Any) -> Tensor:

@@ -59,8 +59,8 @@ class RowAggregation(Aggregation):
 
     _COLUMNS: Final = 4  # Of what is known of each client: whether it counts, examples, weight, weight times loss.
 
-    def __init__(self, layout: UpdateLayout) -> None:
-        self._layout = layout
+    def __init__(self, layout: UpdateLayout, fewest: int) -> None:
+        self._layout, self._fewest = layout, fewest
         self._selected = Selected(0, (), ())
         self._places: dict[int, int] = {}
         self._rows = UpdateRows(layout, 0)
@@ -85,10 +85,10 @@ class RowAggregation(Aggregation):
         return True
 
     def combine(self, add_up: AddUp) -> None:
-        """Learn who counts, and combine their rows."""
+        """Learn who counts, and combine their rows; the mean stays 0 if they are too few."""
         add_up(self._known, "what is known of the round's updates")
         self._mean = torch.zeros(self._layout.size, dtype=self._layout.dtype)
-        if self.updates:
+        if self.updates >= self._fewest:
             self._combine(add_up)
 
     def _combine(self, add_up: AddUp) -> None:
@@ -129,8 +129,8 @@ class RowAggregation(Aggregation):
 class ColumnAggregation(RowAggregation):
     """A rule that treats every coordinate by itself, as the median does."""
 
-    def __init__(self, layout: UpdateLayout, rule: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(layout)
+    def __init__(self, layout: UpdateLayout, fewest: int, rule: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(layout, fewest)
         self._rule = rule
 
     def _combine(self, add_up: AddUp) -> None:
@@ -141,8 +141,8 @@ class ColumnAggregation(RowAggregation):
 class KrumAggregation(RowAggregation):
     """The mean of the updates that are nearest to the others."""
 
-    def __init__(self, layout: UpdateLayout, byzantine: int, keep: int) -> None:
-        super().__init__(layout)
+    def __init__(self, layout: UpdateLayout, fewest: int, byzantine: int, keep: int) -> None:
+        super().__init__(layout, fewest)
         self._byzantine, self._keep = byzantine, keep
         self.chosen: Sequence[int] = ()
         """The clients whose updates were taken in the last round."""

@@ -7,6 +7,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from offbeat.errors import StrategyError
 from offbeat.runtime.federated.aggregation import Aggregation, UpdateLayout
 from offbeat.runtime.federated.robust import BoundedMean, ColumnAggregation, KrumAggregation
@@ -55,7 +57,7 @@ class MedianRule(RobustRule):
 
     def aggregation(self, layout: UpdateLayout) -> Aggregation:
         """Medians, column by column."""
-        return ColumnAggregation(layout, middle)
+        return ColumnAggregation(layout, self.fewest, middle)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,11 @@ class TrimmedMean(RobustRule):
 
     def aggregation(self, layout: UpdateLayout) -> Aggregation:
         """Trimmed means, column by column."""
-        return ColumnAggregation(layout, lambda rows: between(rows, int(self.share * len(rows) + 1e-9)))
+
+        def trimmed(rows: Tensor) -> Tensor:
+            return between(rows, int(self.share * len(rows) + 1e-9))
+
+        return ColumnAggregation(layout, self.fewest, trimmed)
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class KrumRule(RobustRule):
 
     def aggregation(self, layout: UpdateLayout) -> Aggregation:
         """Distances between all pairs, and then the mean of the nearest."""
-        return KrumAggregation(layout, self.byzantine, self.keep)
+        return KrumAggregation(layout, self.fewest, self.byzantine, self.keep)
 
 
 @dataclass(frozen=True)

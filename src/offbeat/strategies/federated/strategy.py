@@ -36,6 +36,7 @@ from offbeat.strategies.federated.clients import (
     QuantitySkew,
     TaskClients,
 )
+from offbeat.strategies.federated.robust import KrumRule, MedianRule, NormBound, TrimmedMean
 from offbeat.strategies.worker.exchange import Exchange, Exchanging
 
 MOST_CLIENTS: Final = 10_000_000
@@ -74,6 +75,8 @@ class Federated(Exchanging):
     """How fast clients are; None: equally fast."""
     dropout: float = 0.0
     """Probability that a selected client never answers."""
+    robust: MedianRule | TrimmedMean | KrumRule | NormBound | None = None
+    """How updates are combined if some clients may lie; None: by the mean."""
 
     promises = Traits(deterministic=True, refuses_updates=True)
     aliases: ClassVar = {
@@ -106,9 +109,27 @@ class Federated(Exchanging):
         """Refuse rounds that could never count."""
         super().__post_init__()
         try:
+            self._check_robust()
             self.plan()
         except UsageError as error:
             raise StrategyError(f"federated: {error}") from error
+
+    def _check_robust(self) -> None:
+        """Refuse a robust rule where it would protect from nothing."""
+        rule, algorithm = self.robust, self.algorithm
+        if rule is None:
+            return
+        if algorithm.sends_more:
+            raise StrategyError(
+                f"{rule} cannot go with {algorithm}, whose clients send control variates beside their "
+                f"updates: those would be summed as they are, lies included. Use fedavg or fedprox."
+            )
+        if algorithm.buffer is not None and rule.needs_single_updates:
+            raise StrategyError(
+                f"{rule} cannot go with {algorithm}: it counts every update once, and {algorithm.name} "
+                f"counts stale ones less. Use normbound, or another algorithm."
+            )
+        rule.check(RoundPlan(clients=self.clients, fraction=self.fraction).needed)
 
     def refuses(self, other: Strategy) -> str | None:
         """What has no place beside rounds of clients."""
@@ -149,7 +170,7 @@ class Federated(Exchanging):
             poisson=self.sampling == "poisson",
             over=self.over,
             deadline=self.deadline,
-            fewest=self.fewest,
+            fewest=self.fewest if self.robust is None else max(self.fewest, self.robust.fewest),
             speeds=None if speeds is None else ClientSpeeds(speeds.median, speeds.sigma, speeds.bandwidth or math.inf),
             dropout=self.dropout,
             buffer=self.algorithm.buffer,

@@ -70,8 +70,9 @@ def update_filters(strategy: Combined, layout: UpdateLayout, seed: int) -> tuple
 
 def aggregation(strategy: Combined, layout: UpdateLayout, seed: int) -> Aggregation:
     """The aggregation of the server."""
-    del strategy, seed
-    return ExactMean(layout)
+    del seed
+    rule = rules_of(strategy).robust
+    return ExactMean(layout) if rule is None else rule.aggregation(layout)
 
 
 def rules_of(strategy: Combined) -> Federated:
