@@ -12,10 +12,13 @@ import torch
 from cluster_task import Clusters, federated_run
 from torch import Tensor
 
-from offbeat.errors import StrategyError, UsageError
+from offbeat.errors import DataError, StrategyError, UsageError
+from offbeat.run.drive import fit
 from offbeat.runtime.federated import robust
 from offbeat.runtime.federated.aggregation import Aggregation, ClientUpdate, Selected, UpdateLayout, alone
+from offbeat.runtime.federated.poison import flipped
 from offbeat.runtime.federated.robust_rules import between, bounded, middle, nearest, products
+from offbeat.runtime.launch import Launcher
 from offbeat.strategies import parse
 from offbeat.strategies.federated.strategy import Federated
 
@@ -49,7 +52,7 @@ def together(workers: int) -> list[Callable[[Tensor, str], None]]:
         barrier.wait()
         tensor.copy_(total)
 
-    return [lambda tensor, what, rank=rank: add_up(rank, tensor) for rank in range(workers)]
+    return [lambda tensor, _what, rank=rank: add_up(rank, tensor) for rank in range(workers)]
 
 
 def combined_by(workers: int, rule: str, updates: Tensor, refused: Sequence[int] = ()) -> list[Tensor]:
@@ -225,9 +228,6 @@ def test_a_round_with_too_few_updates_for_the_rule_fails_and_is_counted() -> Non
 
 
 def test_labels_that_cannot_be_flipped_are_refused() -> None:
-    from offbeat.errors import DataError
-    from offbeat.runtime.federated.poison import flipped
-
     with pytest.raises(DataError, match="not a pair"):
         flipped({"x": torch.ones(2)}, 3)
     inputs, labels = flipped((torch.ones(3, 2), torch.tensor([0, 1, 3])), 4)
@@ -235,9 +235,7 @@ def test_labels_that_cannot_be_flipped_are_refused() -> None:
     assert labels.tolist() == [3, 2, 0]
 
 
-def test_only_clients_of_the_run_can_be_poisoned(launcher: object, tmp_path: Path) -> None:
-    from offbeat.run.drive import fit
-
+def test_only_clients_of_the_run_can_be_poisoned(launcher: Launcher, tmp_path: Path) -> None:
     for fault, names, why in (
         ("client 20: poison", "federated(clients=20, fraction=0.5)", "no client 20 in this run, clients 0 to 19"),
         ("client 1: poison", "allreduce", "this run has no clients"),

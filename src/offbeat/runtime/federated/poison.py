@@ -99,7 +99,7 @@ def flipped(batch: Any, classes: int) -> Any:
 
     Fang et al., "Local Model Poisoning Attacks to Byzantine-Robust Federated Learning" (2020), section 4.1.
     """
-    pair = cast("Sequence[Any]", batch) if isinstance(batch, list | tuple) else ()
+    pair: Sequence[Any] = cast("Sequence[Any]", batch) if isinstance(batch, list | tuple) else []
     labels = pair[1] if len(pair) > 1 else None
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         raise DataError(

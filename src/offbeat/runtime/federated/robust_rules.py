@@ -50,8 +50,9 @@ def nearest(inner: Tensor, byzantine: int, keep: int) -> list[int]:
     distances.fill_diagonal_(0)
     # The first of a sorted row is its own 0.
     near = distances.sort(dim=1).values[:, 1 : len(inner) - byzantine - 1]
-    scores = near.cumsum(dim=1)[:, -1].tolist()
-    return sorted(sorted(range(len(scores)), key=lambda row: (scores[row], row))[:keep])
+    scores: list[float] = near.cumsum(dim=1)[:, -1].tolist()
+    # Of equal scores, the first.
+    return sorted(sorted(range(len(scores)), key=scores.__getitem__)[:keep])
 
 
 def bounded(update: Tensor, bound: float) -> Tensor:
