@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offbeat.runtime.federated.aggregation import AddUp, Aggregation, ClientUpdate, ExactMean, Selected, UpdateLayout
-from offbeat.runtime.federated.exact_sum import ExactSum
+from offbeat.runtime.federated.exact_sum import LARGEST, ExactSum
 from offbeat.runtime.federated.robust_rules import bounded, nearest, products
 
 BLOCK_NUMBERS: Final = 2**21
@@ -57,7 +57,9 @@ class RowAggregation(Aggregation):
 
     needs_single_updates = True
 
-    _COLUMNS: Final = 4  # Of what is known of each client: whether it counts, examples, weight, weight times loss.
+    _COLUMNS: Final = (
+        4  # Of what is known of each client: whether it counts, examples; weight of its loss, and that times it.
+    )
 
     def __init__(self, layout: UpdateLayout, fewest: int) -> None:
         self._layout, self._fewest = layout, fewest
@@ -79,8 +81,8 @@ class RowAggregation(Aggregation):
         if not ExactSum.fits(sent.update):
             return False
         place = self._places[sent.client]
-        loss = sent.loss if ExactSum.fits(torch.tensor(sent.loss)) else 0.0
-        self._known[place] = torch.tensor([1.0, sent.examples, sent.weight, sent.weight * loss], dtype=torch.float64)
+        losses = [sent.weight, sent.weight * sent.loss] if abs(sent.loss) <= LARGEST else [0.0, 0.0]  # NaN is not.
+        self._known[place] = torch.tensor([1.0, sent.examples, *losses], dtype=torch.float64)
         self._rows.add(place, sent.update)
         return True
 
