@@ -5,7 +5,8 @@ Everything follows from the seed, the client and the round, so it does not matte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Final, cast
 
@@ -61,9 +62,12 @@ class Attackers:
             if rank in (None, client) and poison.strikes(self._chance(poison, sentence, client, number))
         ]
 
-    def begin(self, client: int, number: int) -> None:
-        """A client begins to train: on flipped labels, if it attacks with them."""
+    @contextmanager
+    def training(self, client: int, number: int) -> Generator[None]:
+        """Inside, a client trains: on flipped labels, if it attacks with them."""
         self._flipping = any(poison.kind == "labels" for _, poison in self.poisons(client, number))
+        yield
+        self._flipping = False
 
     def examples(self, honest: Examples) -> Examples:
         """A loader of batches that flips the labels of clients that attack with them."""

@@ -36,6 +36,7 @@ from offbeat.strategies.federated.clients import (
     QuantitySkew,
     TaskClients,
 )
+from offbeat.strategies.federated.personal import Ditto, Finetune
 from offbeat.strategies.federated.robust import KrumRule, MedianRule, NormBound, TrimmedMean
 from offbeat.strategies.worker.exchange import Exchange, Exchanging
 
@@ -77,6 +78,8 @@ class Federated(Exchanging):
     """Probability that a selected client never answers."""
     robust: MedianRule | TrimmedMean | KrumRule | NormBound | None = None
     """How updates are combined if some clients may lie; None: by the mean."""
+    personal: Finetune | Ditto | None = None
+    """How each client gets a model of its own, which stays there; None: there is only the global one."""
 
     promises = Traits(deterministic=True, refuses_updates=True)
     aliases: ClassVar = {
@@ -141,15 +144,20 @@ class Federated(Exchanging):
 
     def check_hosts(self, hosts: int) -> None:
         """Refuse several hosts where clients keep a state in the run's folder."""
-        if hosts > 1 and self.algorithm.keeps_state:
+        keeping = self.algorithm if self.algorithm.keeps_state else self.personal
+        if hosts > 1 and keeping is not None:
             raise StrategyError(
-                f"{self.algorithm} keeps the clients' state in the run's folder, which {hosts} hosts do not share. Put "
-                f"all workers on one host, or use another algorithm."
+                f"{keeping} keeps the clients' state in the run's folder, which {hosts} hosts do not share. Put all "
+                f"workers on one host, or leave it out."
             )
 
     def check_iterative(self, task: str) -> None:
         """Refuse what only gradient descent has, for a task that has none."""
-        gradients = {"algorithm": (self.algorithm, _AVERAGE), "epochs": (self.epochs, 1)}
+        gradients = {
+            "algorithm": (self.algorithm, _AVERAGE),
+            "epochs": (self.epochs, 1),
+            "personal": (self.personal, None),
+        }
         for name, (value, plain) in gradients.items():
             if value != plain:
                 raise StrategyError(
