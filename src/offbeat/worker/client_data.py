@@ -68,3 +68,8 @@ def _check_number(present: int, clients: int) -> None:
             f"the task's examples are those of {present:,} clients, and federated(clients={clients}) says otherwise. "
             f"Say clients={present}."
         )
+
+
+def classes_of(train: Dataset[Any]) -> int:
+    """The number of labels, which are counted from 0."""
+    return int(labels_of(train).max()) + 1

@@ -15,16 +15,19 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import DataError, NonFiniteError
+from offbeat.protocols.federated.client_parts import held_out
 from offbeat.runtime.federated.aggregation import ClientUpdate, Selected
 from offbeat.runtime.federated.client_state import ClientStates
-from offbeat.runtime.federated.local_training import Visit
+from offbeat.runtime.federated.local_training import Visit, examples_of
+from offbeat.runtime.federated.poison import Attackers
 from offbeat.runtime.federated.round_log import RoundLog
 from offbeat.simulate.federated import Participant, RoundOutcome, VirtualRounds
 from offbeat.strategies.federated.strategy import Federated, FederatedWorker
 from offbeat.task import AnyTask, Data, Task
 from offbeat.team.team import Team
-from offbeat.worker.client_data import divided
+from offbeat.worker.client_data import classes_of, divided
 from offbeat.worker.federated_learner import GradientLearner, Learner
+from offbeat.worker.federated_personal import OwnExamples, PersonalModels
 from offbeat.worker.federated_statistics import StatisticsLearner
 from offbeat.worker.model_file import write_model
 from offbeat.worker.task_data import data_of
@@ -60,6 +63,8 @@ def federate(task: AnyTask, team: Team) -> None:
     strategy = cast("Federated", team.strategy.exchange)
     team.notes["epochs"] = max(1, round(team.step * strategy.fraction * strategy.epochs))
     team.notes["federated"] = rounds.notes()
+    if rounds.personal is not None:
+        team.notes["federated"]["personal"] = rounds.personal.scored()
     write_model(learner.trained(), team)
 
 
@@ -73,10 +78,20 @@ class Rounds:
         self._parts = divided(data.train, task, self._strategy, team.goal.parts, team.seed)
         if not self._parts.sizes.any():
             raise DataError("no client has an example: there is nothing to train on. Look at the task's data().")
+        held = None
+        if self._strategy.personal is not None:
+            self._parts, held = held_out(self._parts, self._strategy.personal.held, team.seed)
+        disturbances, report = team.goal.disturbances, team.reports.disturbed
+        self._attackers = Attackers(disturbances, team.seed, lambda: classes_of(data.train), report)
+        examples = self._attackers.examples(examples_of(data.train, task.collate))
         if isinstance(task, Task):
-            self.learner: Learner = GradientLearner(task, team, data)
+            learner = GradientLearner(task, team, examples)
+            self.learner: Learner = learner
+            own = None if held is None else OwnExamples(data.train, self._parts, held)
+            self.personal = None if own is None else PersonalModels(learner, team, own)
         else:
-            self.learner = StatisticsLearner(task, team, data, self._parts)
+            self.personal = None
+            self.learner = StatisticsLearner(task, team, examples, self._parts)
         self._path = self.learner.path
         folder = team.folder
         self._states = ClientStates(folder / CLIENTS_FOLDER) if folder and self.learner.keeps_state else None
@@ -135,13 +150,18 @@ class Rounds:
             each = participants[position]
             visit = Visit(each.client, outcome.number, self._parts.part(each.client))
             state = None if self._states is None else self._states.read(each.client, outcome.number)
-            result = learner.result(visit, learner.model.at(each.version), state)
+            base = learner.model.at(each.version)
+            with self._attackers.training(each.client, outcome.number):
+                result = learner.result(visit, base, state)
             update = path.filtered(result.update, each.client, outcome.number, state)
+            update = self._attackers.attack(update, each.client, outcome.number)
             weight = examples[position] * each.factor
             sent = ClientUpdate(each.client, update, result.extra, weight, result.loss, result.examples)
             if path.aggregation.add(sent) and self._states is not None and state is not None:
                 # Repeated after a resume, so the states of the last checkpoint's round must stay.
                 self._states.write(each.client, outcome.number, state, team.checkpointed)
+            if self.personal is not None:
+                self.personal.train(visit, base)
 
     def _move(self, outcome: RoundOutcome) -> Callable[[Tensor], None] | None:
         """How the global model moves by the mean; None if too few updates counted."""

@@ -15,11 +15,11 @@ from torch.utils.data import Dataset, Subset
 
 from offbeat.runtime.federated.client_state import ClientState
 from offbeat.runtime.federated.flat_model import FlatModel
-from offbeat.runtime.federated.local_training import LocalResult, LocalTrainer, Visit, check_loss, examples_of
+from offbeat.runtime.federated.local_training import Examples, LocalResult, LocalTrainer, Visit, check_loss
 from offbeat.simulate.federated import RoundProgress
 from offbeat.strategies.federated.strategy import Federated
 from offbeat.strategies.federated.update_path import UpdatePath, update_path
-from offbeat.task import Data, Task
+from offbeat.task import Task
 from offbeat.team.team import Team
 from offbeat.worker.task_data import loader_over, on_device, size_of
 
@@ -109,9 +109,9 @@ class Learner(ABC):
 class GradientLearner(Learner):
     """Clients train the model of a `Task`."""
 
-    def __init__(self, task: Task, team: Team, data: Data) -> None:
-        self._task, self._team = task, team
-        strategy = cast("Federated", team.strategy.exchange)
+    def __init__(self, task: Task, team: Team, examples: Examples) -> None:
+        self.task, self._team, self._examples = task, team, examples
+        self._strategy = strategy = cast("Federated", team.strategy.exchange)
         self.flat = FlatModel(task.model().to(team.device))
         optimizer = task.optimizer(self.flat.parameters)
         for group in optimizer.param_groups:
@@ -126,14 +126,18 @@ class GradientLearner(Learner):
         self.model = GlobalModel(
             self.flat.values.clone(), kept if self._schedule is None else {**kept, "schedule": self._schedule}
         )
-        batch = None if strategy.batch == "full" else strategy.batch
-        self._trainer = LocalTrainer(
-            self.flat, optimizer, self._loss, examples_of(data.train, task.collate), team.seed, strategy.epochs, batch
-        )
+        self.optimizer = optimizer
+        """The clients' optimizer."""
+        self._trainer = self.trainer(team.seed, strategy.epochs)
+
+    def trainer(self, seed: int, epochs: int) -> LocalTrainer:
+        """Trains clients in the place of the global model, with random numbers from this seed."""
+        batch = None if self._strategy.batch == "full" else self._strategy.batch
+        return LocalTrainer(self.flat, self.optimizer, self._loss, self._examples, seed, epochs, batch)
 
     def _loss(self, batch: Any) -> Tensor:
-        loss = self._task.loss(self.flat.module, on_device(batch, self._team.device))
-        return check_loss(loss, type(self._task).__name__)
+        loss = self.task.loss(self.flat.module, on_device(batch, self._team.device))
+        return check_loss(loss, type(self.task).__name__)
 
     def result(self, visit: Visit, base: Tensor, state: ClientState | None) -> LocalResult:
         """The client's update, or its gradient."""
@@ -155,7 +159,7 @@ class GradientLearner(Learner):
 
     def scorer(self, data: Dataset[Any]) -> Callable[[], float]:
         """Scores the global model in the place of a client's."""
-        score = Scorer(self._task, self.flat.module, self._team, data)
+        score = Scorer(self.task, self.flat.module, self._team, data)
 
         def scored() -> float:
             self.flat.load(self.model.base)
@@ -182,16 +186,17 @@ class Scorer:
         """The score, the same on all workers."""
         count, chunks = size_of(self.data), CHUNKS
         if not self.task.score_by_parts or count < 2 * CHUNKS:
-            return self._score(self.data)
+            return self.here(self.data)
         bounds = [count * i // chunks for i in range(chunks + 1)]
         own = [0.0] * chunks
         for chunk in range(self.team.rank, chunks, self.team.size):
-            own[chunk] = self._score(Subset(self.data, range(bounds[chunk], bounds[chunk + 1])))
+            own[chunk] = self.here(Subset(self.data, range(bounds[chunk], bounds[chunk + 1])))
         scores: Sequence[float] = self.team.group.gather(own, "a score").sum(dim=0).tolist()
         sizes = [stop - start for start, stop in pairwise(bounds)]
         return sum(score * size for score, size in zip(scores, sizes, strict=True)) / count
 
-    def _score(self, data: Dataset[Any]) -> float:
+    def here(self, data: Dataset[Any]) -> float:
+        """The score on this data, which this worker computes by itself."""
         batches = loader_over(data, self.task.evaluate_batch, self.task.collate, shuffle=False)
         with torch.no_grad():
             self.module.eval()

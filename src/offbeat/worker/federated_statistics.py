@@ -14,9 +14,9 @@ from offbeat.errors import NonFiniteError, TaskError
 from offbeat.protocols.federated.client_parts import ClientParts
 from offbeat.runtime.federated.aggregation import UpdateLayout
 from offbeat.runtime.federated.client_state import ClientState
-from offbeat.runtime.federated.local_training import LocalResult, Visit, examples_of
+from offbeat.runtime.federated.local_training import Examples, LocalResult, Visit
 from offbeat.strategies.federated.update_path import UpdatePath, aggregation, update_filters
-from offbeat.task import Data, IterativeTask
+from offbeat.task import IterativeTask
 from offbeat.team.team import Team
 from offbeat.worker.federated_learner import GlobalModel, Learner
 from offbeat.worker.task_data import loader_over, on_device, size_of
@@ -66,12 +66,12 @@ class StatisticsLearner(Learner):
     clients take part, else an estimate.
     """
 
-    def __init__(self, task: IterativeTask, team: Team, data: Data, parts: ClientParts) -> None:
+    def __init__(self, task: IterativeTask, team: Team, examples: Examples, parts: ClientParts) -> None:
         self._task, self._team = task, team
         self._all = int(parts.sizes.sum())
         first = task.initial()
         self._params = FlatTensors(first, "the parameters")
-        self._load = examples_of(data.train, task.collate)
+        self._load = examples
         probe = parts.part(int(np.flatnonzero(parts.sizes)[0]))[:1]
         self._statistics = FlatTensors(self._sums(first, probe), "the statistics")
         layout = UpdateLayout(self._statistics.size, self._statistics.size, torch.float64)

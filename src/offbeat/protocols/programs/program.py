@@ -74,7 +74,7 @@ class Program:
         applied = apply(function, *(Variable(name) for name in names))
         uses_read = READ in names or READ in free_variables(term)
         vectors = (*own, READ) if uses_read else own
-        types: dict[str, Type] = {name: SCALAR for name in SCALARS} | {name: VECTOR for name in vectors}
+        types: dict[str, Type] = dict.fromkeys(SCALARS, SCALAR) | dict.fromkeys(vectors, VECTOR)
         _check_result(check(applied, types), own, term)
         return Program(term, own[2:], vectors, applied)
 

@@ -91,6 +91,7 @@ class CompiledProgram:
             out: Where the new parameters and states go, in order; by default into the vectors they replace.
             check: Refuse results that are not finite, with NonFiniteError, before any vector is replaced. In place
                 this computes everything twice; with `out` it is cheap, and the vectors stay as they were.
+
         """
         self._check_vectors(vectors, out)
         targets = dict(zip(self.plan.outputs, out or [vectors[output] for output in self.plan.outputs], strict=True))

@@ -104,6 +104,20 @@ def federated_in_words(counts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "privacy", f"{spent}; noise {privacy['noise']:g} times the clipping bound of {privacy['clip']:g}"
     if counts.get("stopped"):
         yield "stopped early", counts["stopped"]
+    if counts.get("personal"):
+        yield "personal models", personal_in_words(counts["personal"])
+
+
+def personal_in_words(personal: Mapping[str, Any]) -> str:
+    """`finetune: mean 0.87 to 0.97, …, on what each of 18 clients held out`: the global model, and clients' own."""
+    if not personal["clients"]:
+        return f"{personal['method']}: no client has a model of its own and examples to score it on"
+    names = {"mean": "mean", "worst_tenth": "worst tenth", "deviation": "deviation"}
+    before, after = personal["before"], personal["after"]
+    changes = ", ".join(f"{words} {before[name]:.4g} to {after[name]:.4g}" for name, words in names.items())
+    counts = f"{personal['better']:,} of {personal['clients']:,} clients are better off, {personal['worse']:,} worse"
+    more = f"; {personal['without']:,} never took part" if personal["without"] else ""
+    return f"{personal['method']}: {changes} on each client's held-out examples; {counts}{more}"
 
 
 def _hosts_in_words(hosts: Sequence[Mapping[str, Any]]) -> str:

@@ -38,7 +38,9 @@ from offbeat.strategies.federated.clients import (
     QuantitySkew,
     TaskClients,
 )
+from offbeat.strategies.federated.personal import Ditto, Finetune
 from offbeat.strategies.federated.privacy import Privacy
+from offbeat.strategies.federated.robust import KrumRule, MedianRule, NormBound, TrimmedMean
 from offbeat.strategies.worker.exchange import Exchange, Exchanging
 
 MOST_CLIENTS: Final = 10_000_000
@@ -79,6 +81,10 @@ class Federated(Exchanging):
     """Probability that a selected client never answers."""
     privacy: Privacy | None = None
     """Bound on what the models reveal about a client; None: there is none."""
+    robust: MedianRule | TrimmedMean | KrumRule | NormBound | None = None
+    """How updates are combined if some clients may lie; None: by the mean."""
+    personal: Finetune | Ditto | None = None
+    """How each client gets a model of its own, which stays there; None: there is only the global one."""
 
     promises = Traits(deterministic=True, refuses_updates=True)
     aliases: ClassVar = {
@@ -117,6 +123,7 @@ class Federated(Exchanging):
         if self.privacy is not None:
             self._check_private(self.privacy)
         try:
+            self._check_robust()
             self.plan()
         except UsageError as error:
             raise StrategyError(f"federated: {error}") from error
@@ -153,9 +160,32 @@ class Federated(Exchanging):
                 f"over={self.over:g}",
                 "which clients count would depend on their speed, and its account needs independent draws. Omit it",
             ),
+            (
+                self.robust is not None,
+                f"robust={self.robust}",
+                "its noise is measured by what one client changes in a clipped sum, and the rule takes no such sum. "
+                "Omit it",
+            ),
         )
         for refused, name, why in reasons:
             require(not refused, self, "privacy", privacy, f"it cannot go with {name}: {why}")
+
+    def _check_robust(self) -> None:
+        """Refuse a robust rule where it would protect from nothing."""
+        rule, algorithm = self.robust, self.algorithm
+        if rule is None:
+            return
+        if algorithm.sends_more:
+            raise StrategyError(
+                f"{rule} cannot go with {algorithm}, whose clients send control variates beside their "
+                f"updates: those would be summed as they are, lies included. Use fedavg or fedprox."
+            )
+        if algorithm.buffer is not None and rule.needs_single_updates:
+            raise StrategyError(
+                f"{rule} cannot go with {algorithm}: it counts every update once, and {algorithm.name} "
+                f"counts stale ones less. Use normbound, or another algorithm."
+            )
+        rule.check(RoundPlan(clients=self.clients, fraction=self.fraction).needed)
 
     def refuses(self, other: Strategy) -> str | None:
         """What has no place beside rounds of clients."""
@@ -172,10 +202,11 @@ class Federated(Exchanging):
 
     def check_hosts(self, hosts: int) -> None:
         """Refuse several hosts where clients keep a state in the run's folder."""
-        if hosts > 1 and self.algorithm.keeps_state:
+        keeping = self.algorithm if self.algorithm.keeps_state else self.personal
+        if hosts > 1 and keeping is not None:
             raise StrategyError(
-                f"{self.algorithm} keeps the clients' state in the run's folder, which {hosts} hosts do not share. Put "
-                f"all workers on one host, or use another algorithm."
+                f"{keeping} keeps the clients' state in the run's folder, which {hosts} hosts do not share. Put all "
+                f"workers on one host, or leave it out."
             )
 
     def check_iterative(self, task: str) -> None:
@@ -185,7 +216,11 @@ class Federated(Exchanging):
                 f"{self.privacy} cannot be used with {task}: its clients send statistics, whose size has nothing to do "
                 f"with that of an update, so no bound to clip them by is right. Omit it."
             )
-        gradients = {"algorithm": (self.algorithm, _AVERAGE), "epochs": (self.epochs, 1)}
+        gradients = {
+            "algorithm": (self.algorithm, _AVERAGE),
+            "epochs": (self.epochs, 1),
+            "personal": (self.personal, None),
+        }
         for name, (value, plain) in gradients.items():
             if value != plain:
                 raise StrategyError(
@@ -206,7 +241,7 @@ class Federated(Exchanging):
             poisson=self.sampling == "poisson" or self.privacy is not None,
             over=self.over,
             deadline=self.deadline,
-            fewest=self.fewest,
+            fewest=self.fewest if self.robust is None else max(self.fewest, self.robust.fewest),
             speeds=None if speeds is None else ClientSpeeds(speeds.median, speeds.sigma, speeds.bandwidth or math.inf),
             dropout=self.dropout,
             buffer=self.algorithm.buffer,

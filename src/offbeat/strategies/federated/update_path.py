@@ -76,15 +76,15 @@ def update_filters(strategy: Combined, layout: UpdateLayout, seed: int) -> tuple
 def aggregation(strategy: Combined, layout: UpdateLayout, seed: int) -> Aggregation:
     """The aggregation of the server."""
     rules = rules_of(strategy)
-    if (terms := rules.privacy_terms) is None:
-        return ExactMean(layout)
-    if layout.trainable < layout.size:
-        raise StrategyError(
-            f"{rules.privacy} cannot be used with a model that has floating-point buffers, such as the running "
-            f"statistics of batch normalization: clients send them as well, and with noise a variance becomes "
-            f"negative. Use layers without them, such as GroupNorm or LayerNorm."
-        )
-    return PrivateMean(layout, terms, SeededNoise(seed))
+    if (terms := rules.privacy_terms) is not None:
+        if layout.trainable < layout.size:
+            raise StrategyError(
+                f"{rules.privacy} cannot be used with a model that has floating-point buffers, such as the running "
+                f"statistics of batch normalization: clients send them as well, and with noise a variance becomes "
+                f"negative. Use layers without them, such as GroupNorm or LayerNorm."
+            )
+        return PrivateMean(layout, terms, SeededNoise(seed))
+    return ExactMean(layout) if rules.robust is None else rules.robust.aggregation(layout)
 
 
 def rules_of(strategy: Combined) -> Federated:
