@@ -18,7 +18,7 @@ SERVER: Name = "federation"
 LIGHT = 1024**2  # Payloads up to this many bytes take no time worth mentioning.
 SLOWEST = 1e6  # Bytes per second of the slowest link that is waited for.
 
-Activity = Literal["idle", "working", "sent"]
+Activity = Literal["preparing", "idle", "working", "sent"]
 Fate = Literal["accepted", "late", "refused", "failed"]
 """What became of a client's turn: its update counts, came too late, cannot be used, or the client reported an error."""
 
@@ -27,7 +27,6 @@ class Join(Struct, frozen=True, tag=True):
     """A client asks to take part; its payload describes its model and task."""
 
     label: str  # What people call it.
-    examples: int
     client: int | None = None  # The number that it wants; None: any.
 
 
@@ -36,6 +35,7 @@ class Beat(Struct, frozen=True, tag=True):
 
     number: int  # The round that the client is or was working on last; 0: none.
     activity: Activity
+    examples: int  # How many it has.
 
 
 class Update(Struct, frozen=True, tag=True):
@@ -73,10 +73,12 @@ class Welcome(Struct, frozen=True, tag=True):
     client: int  # Its number.
     beat: float  # Seconds between its signs of life.
     seed: int
+    strategy: str
+    federation: str  # Names this federation among all that the client takes part in.
 
 
 class Refused(Struct, frozen=True, tag=True):
-    """A client cannot take part. The payload, if any, describes the server's model and task."""
+    """A client cannot take part."""
 
     why: str
 
@@ -157,7 +159,7 @@ class RoundClosed(Struct, frozen=True):
 
 
 class Prepare(Struct, frozen=True):
-    """Work of a client: get ready, as a client of this number."""
+    """Work of a client, in the background: get its data ready. Result: how many examples it has, or `Failed`."""
 
     welcome: Welcome
 
@@ -189,7 +191,7 @@ class Conclude(Struct, frozen=True):
 
 
 class KeepFinal(Struct, frozen=True):
-    """Work of a client: keep the final model, and score it if asked for. Result: a `Goodbye`."""
+    """Work of a client, in the background: keep the final model, and score it if asked for. Result: a `Goodbye`."""
 
     finish: Finish
     model: Payload

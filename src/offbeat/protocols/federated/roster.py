@@ -17,7 +17,7 @@ class Member(Struct):
 
     client: int  # Its number, from 0.
     label: str
-    examples: int
+    examples: int | None = None  # None until its data is ready.
     gone: bool = False  # Whether it said that it ends.
 
 
@@ -43,8 +43,6 @@ class Roster:
 
     def why_not(self, name: Name, join: Join) -> str:
         """Why a client may not join; empty if it may."""
-        if join.examples < 0:
-            return f"{join.examples} examples make no sense"
         fixed = self._fixed_number(name)
         if fixed is not None:
             return "" if join.client in (None, fixed) else f"it is client {fixed}, not {join.client}"
@@ -62,7 +60,8 @@ class Roster:
         if client is None:
             free = (number for number in range(self._clients) if number not in self._names)
             client = next(free) if join.client is None else join.client
-        self._members[name] = Member(client, join.label, join.examples)
+        before = self._members.get(name)
+        self._members[name] = Member(client, join.label, None if before is None else before.examples)
         self._names[client] = name
         self.hear(client, now)
         return client
@@ -76,18 +75,20 @@ class Roster:
         self._heard = dict.fromkeys(self._names, now)
 
     def present(self, now: float) -> list[Member]:
-        """Clients that are there."""
+        """Clients that are there and have their data ready."""
         return [
             member
             for member in self._members.values()
-            if not member.gone and now - self._heard.get(member.client, -np.inf) < self.patience
+            if member.examples is not None
+            and not member.gone
+            and now - self._heard.get(member.client, -np.inf) < self.patience
         ]
 
     def sizes(self, now: float) -> NDArray[np.int64]:
         """The examples of each client; 0 for those who are not there."""
         sizes = np.zeros(self._clients, np.int64)
         for member in self.present(now):
-            sizes[member.client] = member.examples
+            sizes[member.client] = member.examples or 0
         return sizes
 
     def name_of(self, client: int) -> Name:

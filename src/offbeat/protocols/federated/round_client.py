@@ -55,13 +55,12 @@ class RoundClient:
         self.phase: Literal["joining", "here", "leaving", "ended"] = "joining"
         self.failure = ""
         """Why it ended early; empty if it did not."""
-        self.refusal: Payload | None = None
-        """What the server sent with its refusal."""
-        self.client: int | None = None
-        """Its number."""
+        self.welcome: Welcome | None = None
+        """What the server said when it joined."""
         self.number = 0
         """The round that it is working on, or worked on last."""
-        self.activity: Activity = "idle"
+        self.activity: Activity = "preparing"
+        self.examples = 0
         self._join, self._description, self._patience = join, description, patience
         self._beat = FIRST_BEAT
         self._heard = 0.0
@@ -95,7 +94,10 @@ class RoundClient:
                 self._trained(effects, result)
             case Done("final", Goodbye() as goodbye) if self.phase == "here":
                 self._end(effects, goodbye)
-            case Done("failed", Failed() as failed):
+            case Done("ready", int() as examples) if self.activity == "preparing":
+                self.activity, self.examples = "idle", examples
+                self._show(effects)
+            case Done("ready" | "final", Failed() as failed):
                 self._end(effects, failed)
             case _:
                 pass
@@ -120,21 +122,29 @@ class RoundClient:
                 effects.send(SERVER, self._last_words)
         elif self.phase == "joining":
             effects.send(SERVER, self._join, self._description)
-        else:
-            effects.send(SERVER, Beat(self.number, self.activity))
+        elif self.phase == "here":
+            effects.send(SERVER, Beat(self.number, self.activity, self.examples))
+        effects.timer(self._beat, "beat")
+
+    def _show(self, effects: Effects) -> None:
+        """Give a sign of life now."""
+        effects.send(SERVER, Beat(self.number, self.activity, self.examples))
         effects.timer(self._beat, "beat")
 
     def _received(self, effects: Effects, message: Struct, payload: Payload) -> None:
         match message:
             case Welcome() if self.phase == "joining":
                 self.phase, self._beat = "here", message.beat
-                if self.client is None:
-                    effects.start(Prepare(message), "failed")
-                self.client = message.client
-                effects.timer(self._beat, "beat")
+                if self.welcome is None:
+                    effects.start(Prepare(message))
+                elif message != self.welcome:
+                    words = f"the server is another one now: {message.strategy}, as client {message.client}"
+                    self._end(effects, Failed(0, words, ""))
+                    return
+                self.welcome = message
+                self._show(effects)
             case Refused(why) if self.phase == "joining":
                 self.failure, self.phase = why, "ended"
-                self.refusal = payload if payload.nbytes else None
             case Unknown() if self.phase == "here":
                 self.phase, self._beat = "joining", FIRST_BEAT
                 effects.send(SERVER, self._join, self._description)
@@ -145,10 +155,10 @@ class RoundClient:
                 effects.send(SERVER, self._held.update, self._held.payload)
             case Settled(_, "failed") | Farewell() if self.phase == "leaving":
                 self.phase = "ended"
-            case Settled(number) if number == self.number and self.activity != "idle":
+            case Settled(number) if number == self.number and self.activity in ("working", "sent"):
                 self._settled(effects, message)
             case Finish() if self.phase == "here" and self.activity != "working":
-                effects.start(KeepFinal(message, payload), "final")
+                effects.start(KeepFinal(message, payload))
             case Noted() | _:
                 pass
 
@@ -161,8 +171,7 @@ class RoundClient:
         if self.activity == "working":
             effects.start(Abandon(self.number))
         self.number, self.activity, self._held = task.number, "working", None
-        effects.send(SERVER, Beat(self.number, self.activity))
-        effects.timer(self._beat, "beat")
+        self._show(effects)
         effects.start(Train(task, model))
 
     def _trained(self, effects: Effects, result: object) -> None:

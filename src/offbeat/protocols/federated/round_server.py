@@ -57,6 +57,11 @@ class RoundStatus(Struct):
     refused: list[int] = []
     scores: list[tuple[float, int]] = []  # Of the model that they got, each on so many examples.
 
+    def score(self, message: Update | Goodbye) -> None:
+        """Take in a client's score."""
+        if message.score is not None and math.isfinite(message.score) and message.scored > 0:
+            self.scores.append((message.score, message.scored))
+
     @property
     def outstanding(self) -> list[int]:
         """Clients of which nothing has come."""
@@ -92,6 +97,8 @@ class RoundServer:
         rounds: After how many it ends.
         model: What clients get first.
         update_bytes: Size of an update.
+        strategy: What clients are told to do.
+        federation: Names this federation among all that a client takes part in.
         enrolled: The names of the clients that may join, by number; None: anybody may, up to `plan.clients`.
         first: Clients that must be there before the first round; None: all.
         score_every: Rounds between two scores by clients; None: they do not score.
@@ -108,6 +115,8 @@ class RoundServer:
         model: Payload,
         update_bytes: int,
         *,
+        strategy: str = "",
+        federation: str = "",
         enrolled: Sequence[Name] | None = None,
         first: int | None = None,
         score_every: int | None = None,
@@ -125,6 +134,7 @@ class RoundServer:
         self.missing = ""
         """What the next round waits for, in words; empty if a round is under way."""
         self._seed, self._model, self._update_bytes = seed, model, update_bytes
+        self._strategy, self._federation = strategy, federation
         self._first = plan.clients if first is None else first
         self._score_every = score_every
         self._asked: dict[int, float] = {}
@@ -138,7 +148,7 @@ class RoundServer:
         if state.phase == "gathering":
             self._wait(effects, now)
         elif state.phase == "closing":
-            effects.start(CloseRound(self._outcome(now)), "closed")
+            effects.start(CloseRound(outcome_of(state, self.plan, self._started, now)), "closed")
         elif state.phase == "finishing":
             self._finish(effects, now)
         else:
@@ -211,13 +221,17 @@ class RoundServer:
         client = self.roster.admit(sender, join, now)
         if client in state.finished:
             state.finished.remove(client)
-        effects.send(sender, Welcome(client, self.plan.beat, self._seed))
+        effects.send(sender, Welcome(client, self.plan.beat, self._seed, self._strategy, self._federation))
         self._next(effects, now)
 
     def _answer(self, effects: Effects, now: float, sender: Name, client: int, beat: Beat) -> None:
         """From what a client is doing follows what got lost."""
-        state = self.state
+        state, member = self.state, self.state.members[sender]
         effects.send(sender, Noted())
+        if beat.activity == "preparing":
+            return
+        if beat.examples >= 0 and client not in state.round.cohort:
+            member.examples = beat.examples
         if client in state.outstanding:
             if beat.number == state.number and beat.activity == "sent":
                 effects.send(sender, Again(state.number))
@@ -242,7 +256,7 @@ class RoundServer:
             effects.send(sender, Farewell())
         if isinstance(message, Goodbye) and client not in state.finished and state.phase == "finishing":
             state.finished.append(client)
-            self._score(message)
+            state.round.score(message)
         member.gone = True
         if client in state.outstanding:
             self._drop(effects, now, client)
@@ -254,10 +268,11 @@ class RoundServer:
         state = self.state
         if state.phase != "waiting":
             return
-        here = [member for member in self.roster.present(now) if member.examples]
-        need = max(1, self._first if state.number == 0 else self.plan.fewest)
-        if len(here) < need:
-            self.missing = f"{len(here):,} of {need:,} clients with examples are there"
+        here = self.roster.present(now)
+        need = self._first if state.number == 0 else self.plan.fewest
+        able = sum(bool(member.examples) for member in here)
+        if len(here) < need or able < self.plan.fewest:
+            self.missing = f"{len(here):,} of {need:,} clients are there, {able:,} with examples"
             effects.timer(self.plan.beat, "look")
             return
         self.missing = ""
@@ -297,7 +312,7 @@ class RoundServer:
         if update.number == state.number and client in state.outstanding:
             if payload.nbytes == self._update_bytes:
                 effects.start(AddUpdate(client, update, payload), ("update", client, update.number))
-                self._score(update)
+                state.round.score(update)
             else:
                 why = f"it has {payload.nbytes:,} bytes, and an update of this model has {self._update_bytes:,}"
                 self._refuse(effects, now, client, why)
@@ -332,10 +347,6 @@ class RoundServer:
         self.state.counts["dropped"] += 1
         self._check(effects, now)
 
-    def _score(self, message: Update | Goodbye) -> None:
-        if message.score is not None and math.isfinite(message.score) and message.scored > 0:
-            self.state.round.scores.append((message.score, message.scored))
-
     def _check(self, effects: Effects, now: float) -> None:
         """Close the round if it has all it needs, or nobody is waited for."""
         state, status = self.state, self.state.round
@@ -349,24 +360,7 @@ class RoundServer:
         state.counts["late"] += len(late)
         for client in late:
             self._settle(effects, client, "late")
-        effects.start(CloseRound(self._outcome(now)), "closed")
-
-    def _outcome(self, now: float) -> DeployedRound:
-        state, status = self.state, self.state.round
-        failed = round_failure(self.plan, len(status.cohort), len(status.came))
-        return DeployedRound(
-            number=state.number,
-            version=state.version,
-            cohort=tuple(status.cohort),
-            participants=() if failed else tuple(status.came),
-            late=tuple(status.outstanding),
-            dropped=tuple(status.dropped),
-            refused=tuple(status.refused),
-            started=self._started,
-            ended=now,
-            failed=failed,
-            scores=tuple(status.scores),
-        )
+        effects.start(CloseRound(outcome_of(state, self.plan, self._started, now)), "closed")
 
     def _closed(self, effects: Effects, now: float, result: RoundClosed) -> None:
         """The model has moved, or not: go on."""
@@ -396,3 +390,22 @@ class RoundServer:
 
     def _settle(self, effects: Effects, client: int, fate: Fate, why: str = "") -> None:
         effects.send(self.roster.name_of(client), Settled(self.state.number, fate, why))
+
+
+def outcome_of(state: ServerState, plan: RoundPlan, started: float, ended: float) -> DeployedRound:
+    """What came of a round that is over."""
+    status = state.round
+    failed = round_failure(plan, len(status.cohort), len(status.came))
+    return DeployedRound(
+        number=state.number,
+        version=state.version,
+        cohort=tuple(status.cohort),
+        participants=() if failed else tuple(status.came),
+        late=tuple(status.outstanding),
+        dropped=tuple(status.dropped),
+        refused=tuple(status.refused),
+        started=started,
+        ended=ended,
+        failed=failed,
+        scores=tuple(status.scores),
+    )
