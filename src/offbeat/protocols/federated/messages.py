@@ -97,6 +97,7 @@ class RoundTask(Struct, frozen=True, tag=True):
     number: int  # Of the round, from 1.
     version: int  # Of the model.
     score: bool  # Whether the model is to be scored first.
+    accepted: int = 0  # The last round in which the client's update was accepted, in case it was not told.
 
 
 class Again(Struct, frozen=True, tag=True):

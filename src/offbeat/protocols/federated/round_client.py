@@ -170,6 +170,8 @@ class RoundClient:
             return
         if self.activity == "working":
             effects.start(Abandon(self.number))
+        elif self.activity == "sent":
+            effects.start(Conclude(Settled(self.number, "accepted" if task.accepted == self.number else "late")))
         self.number, self.activity, self._held = task.number, "working", None
         self._show(effects)
         effects.start(Train(task, model))

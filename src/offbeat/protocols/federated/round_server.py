@@ -77,6 +77,7 @@ class ServerState(Struct):
     version: int = 0  # Of the model.
     members: dict[Name, Member] = {}
     round: RoundStatus = field(default_factory=RoundStatus)
+    accepted: dict[int, int] = {}  # The last round in which each client's update was accepted.
     finished: list[int] = []  # Clients that have the final model.
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     fruitless: int = 0  # Rounds in a row without an update.
@@ -238,8 +239,8 @@ class RoundServer:
             elif beat.number != state.number or beat.activity == "idle":
                 self._ask(effects, now, client)
         elif beat.activity != "idle":
-            counts = beat.number == state.number and client in state.round.came
-            effects.send(sender, Settled(beat.number, "accepted" if counts else "late"))
+            accepted = state.accepted.get(client) == beat.number
+            effects.send(sender, Settled(beat.number, "accepted" if accepted else "late"))
         elif state.phase == "finishing" and client not in state.finished:
             self._ask(effects, now, client)
 
@@ -305,7 +306,8 @@ class RoundServer:
             effects.send(to, Finish(state.version, every is not None), self._model)
         else:
             score = every is not None and state.number > 1 and (state.number - 1) % every == 0
-            effects.send(to, RoundTask(state.number, state.version, score), self._model)
+            accepted = state.accepted.get(client, 0)
+            effects.send(to, RoundTask(state.number, state.version, score, accepted), self._model)
 
     def _update(self, effects: Effects, now: float, client: int, update: Update, payload: Payload) -> None:
         state, to = self.state, self.roster.name_of(client)
@@ -316,7 +318,7 @@ class RoundServer:
             else:
                 why = f"it has {payload.nbytes:,} bytes, and an update of this model has {self._update_bytes:,}"
                 self._refuse(effects, now, client, why)
-        elif update.number == state.number and client in state.round.came:
+        elif state.accepted.get(client) == update.number:
             state.counts["duplicates"] += 1
             effects.send(to, Settled(update.number, "accepted"))
         else:
@@ -331,6 +333,7 @@ class RoundServer:
             self._refuse(effects, now, client, why)
             return
         self.state.round.came.append(client)
+        self.state.accepted[client] = number
         self.state.counts["updates"] += 1
         self._settle(effects, client, "accepted")
         self._check(effects, now)
