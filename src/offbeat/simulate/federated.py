@@ -17,7 +17,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from offbeat.errors import DataError
-from offbeat.protocols.federated.plan import ClientSpeeds, RoundPlan
+from offbeat.protocols.federated.plan import ClientSpeeds, RoundPlan, round_failure
 from offbeat.protocols.federated.sampling import SeededNumbers, Succession, cohort
 from offbeat.protocols.partition import mixed
 
@@ -136,7 +136,7 @@ class VirtualRounds(Iterator[RoundOutcome]):
         else:  # Until nobody is waited for, or until the deadline.
             end = min(limit, float(np.max(np.where(np.isfinite(lost), noticed, arrivals), initial=before.now)))
         counts = set(came.tolist())
-        failed = _failure(plan, len(chosen), len(counts))
+        failed = round_failure(plan, len(chosen), len(counts))
         clients: list[int] = chosen.tolist()
         self.progress = RoundProgress(number, before.version + (not failed), end)
         gone = np.isfinite(lost) & (lost <= end)
@@ -258,14 +258,6 @@ def _times(
 ) -> tuple[ClientTimes, ...]:
     ends = (np.where(at < lost, at, math.inf).tolist() for at in (downloaded, trained, uploaded))
     return tuple(ClientTimes(client, asked, *each) for client, *each in zip(clients, *ends, strict=True))
-
-
-def _failure(plan: RoundPlan, selected: int, came: int) -> str:
-    if not selected:
-        return "no client was selected"
-    if came < plan.fewest:
-        return f"{came:,} of {selected:,} clients sent an update in time, and a round needs {plan.fewest:,}"
-    return ""
 
 
 def _check_sizes(plan: RoundPlan, sizes: NDArray[np.int64]) -> None:
