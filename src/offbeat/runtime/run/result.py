@@ -72,6 +72,8 @@ class Result:
     """Where replicas are split: the workers by replica, stage and way, their hosts, and what goes between hosts."""
     tensor: dict[str, Any] = field(default_factory=dict[str, Any])
     """Under tensor(ways): the share of the parameters that each way holds, which modules are split, and which not."""
+    warnings: list[str] = field(default_factory=list[str])
+    """What worker 0 warned of while it trained, each once."""
     first_batch: str | None = None
     """Fingerprint of the first training batch of the reporting worker: equal data gives equal fingerprints."""
     error: dict[str, Any] | None = None
