@@ -63,6 +63,12 @@ def mlp() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(12, 4))
 
 
+def normed() -> nn.Module:
+    """Normalizes by the statistics of a batch, which one example alone does not have."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(12, 12), nn.BatchNorm1d(12), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(12, 4))
+
+
 def tied() -> nn.Module:
     """Two parts, of which the first has the parameters of both."""
     first = nn.Sequential(nn.Embedding(SYMBOLS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
@@ -127,6 +133,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "skips": Skips,
     "words": Words,
     "gpt2": gpt2,
+    "normed": normed,
     "tied": tied,
     "noisy": Noisy,
     "failing": failing,

@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--model", default="mlp")
     parser.add_argument("--optimizer", default="SGD")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batches", choices=("prepared", "own", "divided"), default="prepared")
     for wrong in ("--clip", "--called", "--summed"):
         parser.add_argument(wrong, action="store_true")
     words = parser.parse_args()
@@ -36,7 +37,13 @@ def main() -> None:
         model = MODELS[words.model]()
         optimizer = getattr(torch.optim, words.optimizer)(model.parameters(), **RATES[words.optimizer])
         loader = DataLoader(data_for(words.model), batch_size=BATCH, shuffle=True)
-        model, optimizer, loader = team.prepare(model, optimizer, loader)
+        if words.batches == "prepared":
+            model, optimizer, loader = team.prepare(model, optimizer, loader)
+        else:
+            model, optimizer = team.prepare(model, optimizer)
+            loader = DataLoader(data_for(words.model), batch_size=BATCH)
+        if words.batches == "divided":
+            loader = [each for number, each in enumerate(loader) if number % team.size == team.rank]
         loss = (lambda x, y: cross_entropy(x, y, reduction="sum")) if words.summed else criterion
         step = team.pipeline(model, loss, list(model) if words.model == "tied" else None)
         score = 0.0

@@ -75,6 +75,8 @@ class Result:
     """Under tensor(ways): the share of the parameters that each way holds, which modules are split, and which not."""
     federated: dict[str, Any] = field(default_factory=dict[str, Any])
     """Under federated: rounds; updates that counted, were late, dropped or refused; what clients would send."""
+    warnings: list[str] = field(default_factory=list[str])
+    """What worker 0 warned of while it trained, each once."""
     first_batch: str | None = None
     """Fingerprint of the first training batch of the reporting worker: equal data gives equal fingerprints."""
     error: dict[str, Any] | None = None
