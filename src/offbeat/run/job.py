@@ -142,11 +142,9 @@ def resolve(job: Job) -> Job:
     if isinstance(job.what, TaskReference):
         task = job.what.build()
         changes |= _from_task(task, goal)
-        if isinstance(strategy.exchange, Federated) and changes.get("steps", goal.steps) is None:
-            # A step is a round of clients; epochs are passes over all data.
-            passes = changes.pop("epochs", None) or goal.epochs or 1
-            changes |= {"steps": strategy.exchange.rounds(passes), "epochs": None}
         if isinstance(strategy.exchange, Federated):
+            changes |= _in_rounds(strategy.exchange, task, job)
+            job = dataclasses.replace(job, threads=1)
             _check_federated(task, strategy, strategy.exchange, job.hosts)
         if strategy.split:
             _refuse_unsplittable(task, strategy, job.workers)
@@ -183,6 +181,19 @@ def _check_federated(task: AnyTask, strategy: Combined, rules: Federated, hosts:
         check_installed()
         if terms.doubt:
             warnings.warn(terms.doubt, OffbeatWarning, stacklevel=3)
+
+
+def _in_rounds(strategy: Federated, task: AnyTask, job: Job) -> dict[str, Any]:
+    """The budget in rounds, of which each is a step; refuse threads on which the bits of the result would depend."""
+    if job.threads not in (None, 1):
+        raise UsageError(
+            f"--threads {job.threads}: under federated a worker has one thread, because sums inside an operator, and "
+            f"so the bits of the result, depend on their number. Omit it, and ask for more workers."
+        )
+    passes = job.goal.epochs or (task.epochs if isinstance(task, Task) else None)
+    if job.goal.steps is not None or passes is None:
+        return {}
+    return {"steps": strategy.rounds(passes), "epochs": None}
 
 
 def _refuse_unsplittable(task: AnyTask, strategy: Combined, workers: int) -> None:

@@ -159,7 +159,7 @@ class Rounds:
             sent = ClientUpdate(each.client, update, result.extra, weight, result.loss, result.examples)
             if path.aggregation.add(sent) and self._states is not None and state is not None:
                 # Repeated after a resume, so the states of the last checkpoint's round must stay.
-                self._states.write(each.client, outcome.number, state, team.checkpointed)
+                self._states.write(each.client, outcome.number, state, team.memory.written_at)
             if self.personal is not None:
                 self.personal.train(visit, base)
 

@@ -68,7 +68,7 @@ class PersonalModels:
         own = self._own(visit.client, visit.number)
         self._spring.tie(base)
         self._train(visit, base if own is None else own, self._spring)
-        self._keep(visit, self._team.checkpointed)
+        self._keep(visit, self._team.memory.written_at)
 
     def scored(self) -> dict[str, Any]:
         """Score the global model and each client's own on what it holds out; of all clients, or a sample."""

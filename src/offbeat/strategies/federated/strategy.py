@@ -20,11 +20,11 @@ from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies._base import Axis, Strategy, Traits, require
 from offbeat.strategies.compressors import Compressing
 from offbeat.strategies.federated.algorithms import (
-    Algorithm,
     FedAdagrad,
     FedAdam,
     FedAvg,
     FedBuff,
+    FederatedAlgorithm,
     FedProx,
     FedSGD,
     FedYogi,
@@ -34,7 +34,7 @@ from offbeat.strategies.federated.clients import (
     DirichletClients,
     IIDClients,
     LabelShards,
-    Lognormal,
+    LognormalSpeeds,
     QuantitySkew,
     TaskClients,
 )
@@ -75,7 +75,7 @@ class Federated(Exchanging):
     """Seconds after which a round ends with the updates that have come."""
     fewest: int = 1
     """Updates that a round needs; with fewer the model stays as it is."""
-    speeds: Lognormal | None = None
+    speeds: LognormalSpeeds | None = None
     """How fast clients are; None: equally fast."""
     dropout: float = 0.0
     """Probability that a selected client never answers."""
@@ -97,9 +97,9 @@ class Federated(Exchanging):
         "scaffold": "federated(algorithm=scaffold)",
     }
     examples = (
-        "federated(clients=100, fraction=0.1, epochs=5)",
-        "federated(clients=1000, data=dirichlet(0.3), algorithm=fedprox(0.01))",
-        "federated(algorithm=fedbuff(10), speeds=lognormal(0.8))",
+        "federated(clients=50, fraction=0.2, epochs=5)",
+        "federated(clients=1000, algorithm=fedprox(0.01), data=dirichlet(0.3))",
+        "federated(algorithm=fedbuff(10), speeds=lognormal(sigma=0.8))",
         "federated(clients=1000, fraction=0.05, privacy=privacy(epsilon=8, delta=1e-4))",
         "federated + quantize(8)",
     )
@@ -308,4 +308,4 @@ class FederatedWorker(Exchange):
         self._traffic = int(state["traffic"])
 
 
-__all__ = ["Algorithm", "Federated", "FederatedWorker"]
+__all__ = ["Federated", "FederatedAlgorithm", "FederatedWorker"]
