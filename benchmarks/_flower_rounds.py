@@ -6,13 +6,14 @@ import logging
 import sys
 
 import torch
-from _gate import CLIENTS, COHORT, EXAMPLES, RATE, Gate, network, problem
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from torch import nn
+
+from _gate import CLIENTS, COHORT, EXAMPLES, RATE, Gate, network, problem
 
 FOLDER, NAME, ROUNDS = sys.argv[1], sys.argv[2], int(sys.argv[3])
 client_app, server_app = ClientApp(), ServerApp()
@@ -42,12 +43,12 @@ def train(message: Message, context: Context) -> Message:
     return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
 
 
-class StopRounds(Exception):
+class StopRoundsError(Exception):
     """Ends the rounds."""
 
 
 @server_app.main()
-def serve(grid: Grid, context: Context) -> None:
+def serve(grid: Grid, _: Context) -> None:
     gate, (inputs, labels, _) = Gate(FOLDER, NAME), kept()
     model = network()
 
@@ -58,12 +59,12 @@ def serve(grid: Grid, context: Context) -> None:
             model.load_state_dict(arrays.to_torch_state_dict())
             loss = float(nn.functional.cross_entropy(model(inputs), labels))
         if not gate.wait(loss):
-            raise StopRounds
+            raise StopRoundsError
 
     strategy = FedAvg(fraction_train=COHORT / CLIENTS, fraction_evaluate=0.0, min_available_nodes=CLIENTS)
     try:
         strategy.start(grid, ArrayRecord(network().state_dict()), num_rounds=10**6, evaluate_fn=wait)
-    except StopRounds:
+    except StopRoundsError:
         return
 
 

@@ -6,7 +6,6 @@ import logging
 import sys
 
 import torch
-from _gate import CLIENTS, COHORT, EXAMPLES, RATE, Gate, network, problem
 from pfl.aggregate.simulate import SimulatedBackend
 from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
@@ -19,6 +18,8 @@ from pfl.internal.ops import pytorch_ops
 from pfl.metrics import Metrics, Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch import nn
+
+from _gate import CLIENTS, COHORT, EXAMPLES, RATE, Gate, network, problem
 
 
 class Network(nn.Module):
@@ -50,13 +51,11 @@ class GateCallback(TrainingProcessCallback):
         with torch.no_grad():
             return self._gate.wait(float(self._model.loss(*self._data, eval=True)))
 
-    def on_train_begin(self, *, model: object) -> Metrics:
+    def on_train_begin(self, **_: object) -> Metrics:
         self._wait()
         return Metrics()
 
-    def after_central_iteration(
-        self, aggregate_metrics: object, model: object, *, central_iteration: int
-    ) -> tuple[bool, Metrics]:
+    def after_central_iteration(self, *_: object, central_iteration: int, **__: object) -> tuple[bool, Metrics]:
         return (central_iteration + 1) % self._rounds == 0 and not self._wait(), Metrics()
 
 

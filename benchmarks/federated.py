@@ -231,7 +231,7 @@ def main() -> None:
     for name, each in times.items():
         print(f"{name:15} {sorted(each)[len(each) // 2]:8.3f} ms per client")
     grown = peaks["100,000"] - peaks["100"]
-    bars = [
+    bars: list[dict[str, Any]] = [
         {
             "bar": "memory of a worker with 100,000 clients over 100, MB",
             "found": round(grown, 1),
