@@ -27,6 +27,8 @@ WORLDS = [
     *(INSTEAD.get(name, (name, 2)) for name in EXCHANGES),
     ("allreduce(shard=optimizer)", 2),
     ("allreduce(shard=gradients)", 3),
+    ("federated(clients=6, fraction=1, algorithm=fedsgd, batch=full)", 2),
+    ("federated(clients=5, fraction=0.6, algorithm=fedbuff(2))", 2),
     ("local(4)", 2),
     ("pipeline(2)", 2),
     ("tensor(2)", 2),
