@@ -21,7 +21,7 @@ from offbeat.runtime.run.folder import METRICS_FILE, MODEL_FILE
 from offbeat.runtime.run.report import federated_in_words
 
 PRIVATE = "federated(clients=12, fraction=0.4, batch=7, data=task, privacy=privacy({}delta=0.01, clip=0.5)){}"
-BOTH = PRIVATE.format("8, ", " + topk(0.2) + quantize(8)")
+BOTH = PRIVATE.format("noise=1.2, ", " + topk(0.2) + quantize(8)")
 COMPRESSED = "federated(clients=12, fraction=0.5, batch=7, data=dirichlet(0.3)) + "
 
 

@@ -7,7 +7,7 @@ was made from (Mironov, "On Significance of the Least Significant Bits for Diffe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -15,11 +15,19 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import StrategyError
-from offbeat.runtime.federated.aggregation import AddUp, Aggregation, ClientUpdate, Selected, UpdateFilter, UpdateLayout
+from offbeat.runtime.federated.aggregation import (
+    AddUp,
+    Aggregation,
+    Agree,
+    ClientUpdate,
+    Selected,
+    UpdateFilter,
+    UpdateLayout,
+)
 from offbeat.runtime.federated.client_state import ClientState
 from offbeat.runtime.federated.exact_sum import FRACTION_BITS, ExactSum
 from offbeat.runtime.federated.noise import NoiseSource, noise_share
-from offbeat.runtime.federated.privacy_accountant import PrivacyAccountant, calibrated_noise, check_installed
+from offbeat.runtime.federated.privacy_accountant import PrivacyAccountant, calibrated_noise
 
 _MARGIN: Final = 1 - 2.0**-20
 """Updates are clipped to this share of the bound, so that rounding never lifts one above it."""
@@ -64,7 +72,6 @@ class PrivacyLedger:
     """The rounds that have been spent, and how many may be."""
 
     def __init__(self, terms: PrivacyTerms, repeatable: bool) -> None:
-        check_installed()
         self.terms, self.noise = terms, terms.noise
         self.allowed: int | None = None
         """Rounds that stay within the budget; None: as many as you like."""
@@ -151,9 +158,16 @@ class PrivateMean(Aggregation):
         self._sum = ExactSum(self._row[: layout.size], 2.0 ** (FRACTION_BITS - _GRID_BITS))
         self._number = 0
 
-    def prepare(self, rounds: int | None) -> None:
-        """Settle the noise."""
-        self.ledger.settle(rounds)
+    def prepare(self, rounds: int | None, agree: Agree) -> None:
+        """Settle noise and number of rounds, in the one process that accounts for them."""
+        ledger = self.ledger
+
+        def settle() -> Sequence[float]:
+            ledger.settle(rounds)
+            return cast("float", ledger.noise), -1 if ledger.allowed is None else ledger.allowed
+
+        noise, allowed = agree(settle)
+        ledger.noise, ledger.allowed = noise, None if allowed < 0 else int(allowed)
 
     def begin(self, selected: Selected) -> None:
         """Start from 0, and note the round as spent."""
