@@ -25,14 +25,15 @@ from offbeat.runtime.federated.aggregation import (
     UpdateLayout,
 )
 from offbeat.runtime.federated.client_state import ClientState
-from offbeat.runtime.federated.exact_sum import FRACTION_BITS, ExactSum
+from offbeat.runtime.federated.exact_sum import ExactSum
 from offbeat.runtime.federated.noise import NoiseSource, noise_share
 from offbeat.runtime.federated.privacy_accountant import PrivacyAccountant, calibrated_noise
 
 _MARGIN: Final = 1 - 2.0**-20
 """Updates are clipped to this share of the bound, so that rounding never lifts one above it."""
-_GRID_BITS: Final = 36
-"""Binary digits of the grid of sums, after the point, in units of the clipping bound."""
+_WHOLE: Final = 16.0
+"""Weight for which sums are prepared. In units of the clipping bound no number exceeds 1, not the 2^20 that sums allow
+for, so there is room for 16 million clients, on a grid of 2^-36."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class PrivateMean(Aggregation):
         """What is spent."""
         self._row = torch.zeros(layout.size + 2, dtype=torch.int64)
         self._counts = self._row[layout.size :]
-        self._sum = ExactSum(self._row[: layout.size], 2.0 ** (FRACTION_BITS - _GRID_BITS))
+        self._sum = ExactSum(self._row[: layout.size], _WHOLE)
         self._number = 0
 
     def prepare(self, rounds: int | None, agree: Agree) -> None:
@@ -172,6 +173,7 @@ class PrivateMean(Aggregation):
     def begin(self, selected: Selected) -> None:
         """Start from 0, and note the round as spent."""
         self._row.zero_()
+        self._sum.begin(_WHOLE)
         self._number = selected.number
         self.ledger.begin(selected.number)
 
@@ -185,13 +187,15 @@ class PrivateMean(Aggregation):
 
     def combine(self, add_up: AddUp) -> None:
         """One sum of integers."""
+        self._sum.settle()
         add_up(self._row, "the sum of updates")
 
     def mean(self) -> tuple[Tensor, Tensor | None]:
         """Add the noise, once for all workers, and divide."""
         noise, terms = cast("float", self.ledger.noise), self._terms
         drawn = self._source.normal(self._number, self._layout.size).mul_(noise * self._sum.unit)
-        self._sum.total += drawn.round_().long()
+        total = self._sum.settle()
+        total += drawn.round_().long()
         return self._sum.read().mul_(terms.clip / terms.expected).to(self._layout.dtype), None
 
     @property
