@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -27,10 +27,6 @@ class Silence(NoiseSource):
         return torch.zeros(size, dtype=torch.float64)
 
 
-def here(compute: Callable[[], Sequence[float]]) -> Sequence[float]:
-    return compute()
-
-
 def terms(**changes: float | None) -> PrivacyTerms:
     known = {"clients": 20, "probability": 0.25, "delta": 1e-3, "clip": 2.0, "noise": 1.5, "limit": None}
     return PrivacyTerms(**{**known, **changes})  # pyright: ignore[reportArgumentType]
@@ -39,7 +35,7 @@ def terms(**changes: float | None) -> PrivacyTerms:
 def private(source: NoiseSource | None = None, rounds: int | None = 10, **changes: float | None) -> PrivateMean:
     layout = UpdateLayout(SIZE, SIZE, torch.float64)
     mean = PrivateMean(layout, terms(**changes), source or Silence())
-    mean.prepare(rounds, here)
+    mean.prepare(rounds)
     return mean
 
 
@@ -173,7 +169,7 @@ def test_a_ledger_survives_as_json_and_never_forgets() -> None:
     again = private(SeededNoise(9), rounds=1000, noise=None, limit=8.0)
     assert again.ledger.noise != first.ledger.noise
     again.load_state_dict(state)
-    again.prepare(1000, here)
+    again.prepare(1000)
     assert (again.ledger.noise, again.ledger.spent) == (first.ledger.noise, 4)
     assert again.ledger.epsilon == first.ledger.epsilon
     again.load_state_dict(state | {"spent": 2})
@@ -229,7 +225,7 @@ def advantage(noise: float, trials: int = 150) -> float:
     for taking_part in (0, 1):
         for trial in range(trials):
             mean = PrivateMean(layout, terms(noise=noise, probability=1.0), SeededNoise(1000 * taking_part + trial))
-            mean.prepare(1, here)
+            mean.prepare(1)
             move = played(mean, [*others, mine] if taking_part else others) * 20
             rest = sum(other * 2 / 5 for other in others)
             guesses[taking_part] += float((move - rest) @ mine) / 5 > 1.0

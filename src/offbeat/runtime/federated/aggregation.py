@@ -23,7 +23,12 @@ AddUp = Callable[[Tensor, str], object]
 
 
 Agree = Callable[[Callable[[], Sequence[float]]], Sequence[float]]
-"""Calls a function in one process, and returns its numbers in all. One process: call it."""
+"""Calls a function in one process, and returns its numbers in all. One process: `here`."""
+
+
+def here(compute: Callable[[], Sequence[float]]) -> Sequence[float]:
+    """The `Agree` of a process that is alone."""
+    return compute()
 
 
 def alone(tensor: Tensor, what: str) -> None:
@@ -105,7 +110,7 @@ class Aggregation(ABC):
     moves_always: bool = False
     """Whether the model moves in every round, also if no update has come."""
 
-    def prepare(self, rounds: int | None, agree: Agree) -> None:
+    def prepare(self, rounds: int | None, agree: Agree = here) -> None:
         """Before the first round of a run, which may have this many in all; None: their number is unknown."""
         del rounds, agree
 

@@ -23,6 +23,7 @@ from offbeat.runtime.federated.aggregation import (
     Selected,
     UpdateFilter,
     UpdateLayout,
+    here,
 )
 from offbeat.runtime.federated.client_state import ClientState
 from offbeat.runtime.federated.exact_sum import ExactSum
@@ -159,7 +160,7 @@ class PrivateMean(Aggregation):
         self._sum = ExactSum(self._row[: layout.size], _WHOLE)
         self._number = 0
 
-    def prepare(self, rounds: int | None, agree: Agree) -> None:
+    def prepare(self, rounds: int | None, agree: Agree = here) -> None:
         """Settle noise and number of rounds, in the one process that accounts for them."""
         ledger = self.ledger
 
