@@ -312,6 +312,19 @@ def test_the_table_fits_a_hundred_columns(told: League) -> None:
     assert re.search(r"ddp, again +missed|ddp, again +2.90", text.getvalue())
 
 
+def test_what_contestants_spend_of_privacy_is_shown_if_any_of_them_is_private(told: League) -> None:
+    assert "epsilon" not in report.markdown(told)
+    spent = [dataclasses.replace(e, epsilon=2 + e.seed / 10) if "<b>" in e.name else e for e in told.entries]
+    private = dataclasses.replace(told, entries=tuple(spent))
+    rows = {row["strategy"]: row for row in csv.DictReader(io.StringIO(report.csv_of(private)))}
+    assert (rows["local(<b>4)"]["epsilon"], rows["ddp"]["epsilon"]) == ("2.1", "")
+    assert re.search(r"\| epsilon \|.*\n.*\n.*\| 2.10 \|", report.markdown(private))
+    text = io.StringIO()
+    Console(file=text, width=100, highlight=False).print(report.table(private))
+    assert re.search(r"epsilon +speed-up", text.getvalue().splitlines()[0])
+    assert max(map(len, text.getvalue().splitlines())) <= 100
+
+
 def test_plain_reports_have_every_contestant_and_say_how_to_repeat_it(told: League) -> None:
     plain = json.loads(report.json_of(told))
     assert [row["name"] for row in plain["table"]] == [row.name for row in told.rows]

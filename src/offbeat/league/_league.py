@@ -32,6 +32,7 @@ TAGS = {
     "time, relative, speedup, step_seconds, core_seconds, startup_seconds, seconds_by_kind": "measured",
     "reached, steps, samples, score, test_score": "measured",
     "kernel_bytes": "measured",
+    "epsilon": "measured: the accountant's upper bound for the rounds that ran",
     "bytes_sent": "measured: read off the schedules that ran",
     "curve": "measured; bytes between evaluations are scaled from one worker's to all",
 }

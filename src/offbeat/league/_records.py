@@ -44,6 +44,8 @@ class Evaluation:
     score: float
     evaluate_seconds: float = 0.0
     """Time spent on evaluations so far, including this one."""
+    epsilon: float | None = None
+    """Privacy spent by then; None: nothing was private."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Entry(Planned):
     steps_to_target: int | None = None
     samples_to_target: int | None = None
     bytes_to_target: int | None = None
+    epsilon: float | None = None
+    """Privacy spent until the target, or until the end of a run that missed it; None: nothing was private."""
     steps: int = 0
     samples: int = 0
     seconds: float = 0.0
@@ -107,6 +111,7 @@ def of_result(entry: Entry, result: Result, target: Target) -> Entry:
         steps_to_target=None if reached is None else reached.step,
         samples_to_target=None if reached is None else reached.samples,
         bytes_to_target=None if reached is None else reached.bytes_sent,
+        epsilon=result.federated.get("epsilon") if reached is None else reached.epsilon,
         kernel_bytes=None if not counted or None in counted else sum(cast("list[int]", counted)),
         curve=curve,
     )
@@ -127,5 +132,6 @@ def _curve(result: Result, target: Target) -> list[Evaluation]:
         if score is not None:
             sent = round(line.get("bytes_sent", 0) * scale)
             evaluation = line["seconds_by_kind"]["evaluate"]
-            points.append(Evaluation(line["step"], line["samples"], line["seconds"], sent, score[1], evaluation))
+            spent = line.get("epsilon") if "epsilon" in result.federated else None
+            points.append(Evaluation(line["step"], line["samples"], line["seconds"], sent, score[1], evaluation, spent))
     return points

@@ -46,6 +46,8 @@ class LeagueRow(JsonData):
     """Examples, likewise."""
     bytes_sent: float | None = None
     """Payload of all workers, likewise."""
+    epsilon: float | None = None
+    """Privacy spent, likewise; None: nothing was private."""
     kernel_bytes: float | None = None
     """As counted by the kernel on the hosts' links, over whole runs; None on one machine."""
     core_seconds: float | None = None
@@ -126,6 +128,7 @@ def _row(
         step_seconds=middle(_step_seconds),
         samples=middle(lambda e: e.samples if e.samples_to_target is None else e.samples_to_target),
         bytes_sent=middle(lambda e: e.bytes_sent if e.bytes_to_target is None else e.bytes_to_target),
+        epsilon=middle(lambda e: e.epsilon),
         seconds_by_kind=kinds if well else None,
         score=middle(lambda e: e.best_score),
         **{name: middle(attrgetter(name)) for name in _MEDIANS},

@@ -34,6 +34,7 @@ from offbeat.worker.task_data import data_of
 
 CLIENTS_FOLDER: Final = "clients"
 """The folder, in that of the run, of what clients keep."""
+_MOST_AGREED: Final = 16
 HOPELESS: Final = 10
 """Rounds in a row in which every update was refused, after which the run ends."""
 
@@ -103,7 +104,7 @@ class Rounds:
     def begin(self) -> None:
         """Continue after the last round of the model."""
         sizes, path, seed = self._parts.sizes, self._path, self._team.seed
-        path.aggregation.prepare(self._team.goal.steps)
+        path.aggregation.prepare(self._team.goal.steps, self._agreed)
         start = self.learner.model.progress
         self._virtual = VirtualRounds(self._plan, sizes, path.model_bytes, path.update_bytes, seed, start=start)
 
@@ -138,7 +139,17 @@ class Rounds:
         early = self.exhausted and not (team.exhausted or team.ledger.reached)
         stopped = {"stopped": self.exhausted} if early else {}
         counts = {**model.counts, "clients": self._strategy.clients, "simulated_seconds": model.progress.now}
-        return counts | self._path.aggregation.notes() | stopped
+        more = self._path.aggregation.notes() if team.group.membership.leads else {}
+        return counts | more | stopped
+
+    def _agreed(self, compute: Callable[[], Sequence[float]]) -> Sequence[float]:
+        """What worker 0 computes."""
+        group, row = self._team.group, torch.zeros(_MOST_AGREED, dtype=torch.float64)
+        if group.rank == 0:
+            numbers = torch.tensor(compute(), dtype=torch.float64)
+            row[0], row[1 : 1 + len(numbers)] = len(numbers), numbers
+        group.share(row, "what worker 0 has computed for all")
+        return row[1 : 1 + int(row[0])].tolist()
 
     def _train(self, outcome: RoundOutcome) -> None:
         """Add this worker's share of the clients' updates."""

@@ -23,15 +23,19 @@ WIDTH = 100
 _SPREADS = ("time", "relative", "speedup")
 _PLAIN = (
     *("steps", "step_seconds", "samples", "bytes_sent", "kernel_bytes"),
-    *("core_seconds", "startup_seconds", "score", "test_score"),
+    *("core_seconds", "startup_seconds", "score", "test_score", "epsilon"),
 )
 
 
 def table(league: League) -> Table:
-    """Contestants that can win by time, then the baseline's copy and one worker alone."""
+    """Contestants that can win by time, then the baseline's copy and one worker alone.
+
+    The privacy that they spend takes the place of the share of exchanges, as there is no room for both.
+    """
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", width=WIDTH)
     shown.add_column("strategy", overflow="fold", max_width=27)
-    for heading in ("to target, s", "vs ddp", "reached", "steps", "ms/step", "sent, MB", "exch.", "speed-up", ""):
+    last = "epsilon" if is_private(league) else "exch."
+    for heading in ("to target, s", "vs ddp", "reached", "steps", "ms/step", "sent, MB", last, "speed-up", ""):
         shown.add_column(heading, justify="right", no_wrap=True)
     for row in league.rows:
         shown.add_row(
@@ -42,7 +46,7 @@ def table(league: League) -> Table:
             NONE if row.steps is None else f"{row.steps:.0f}",
             short(row.step_seconds, 1e3),
             short(row.bytes_sent if row.workers > 1 else None, 1e-6),
-            f"{100 * row.share('communicate', 'wait'):.0f} %",
+            short(row.epsilon) if is_private(league) else f"{100 * row.share('communicate', 'wait'):.0f} %",
             short(None if row.speedup is None else row.speedup.median),
             place(league, row),
             style="bold green" if row.name == league.winner else "" if row.part.eligible else "dim",
@@ -150,8 +154,14 @@ def full_row(league: League, row: LeagueRow) -> dict[str, str]:
         "core-s": short(row.core_seconds),
         "speed-up": with_interval(row.speedup),
         "test": NONE if row.test_score is None else f"{row.test_score:.4g}",
+        **({"epsilon": short(row.epsilon)} if is_private(league) else {}),
         "": place(league, row),
     }
+
+
+def is_private(league: League) -> bool:
+    """Whether any contestant accounts for privacy."""
+    return any(row.epsilon is not None for row in league.rows)
 
 
 def problems(league: League) -> list[str]:

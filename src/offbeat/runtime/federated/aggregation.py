@@ -22,6 +22,15 @@ AddUp = Callable[[Tensor, str], object]
 """Adds up a tensor over all workers, in place; the text says what it is, for errors. One process: do nothing."""
 
 
+Agree = Callable[[Callable[[], Sequence[float]]], Sequence[float]]
+"""Calls a function in one process, and returns its numbers in all. One process: `here`."""
+
+
+def here(compute: Callable[[], Sequence[float]]) -> Sequence[float]:
+    """The `Agree` of a process that is alone."""
+    return compute()
+
+
 def alone(tensor: Tensor, what: str) -> None:
     """The `AddUp` of a process that has all updates."""
     del tensor, what
@@ -101,9 +110,9 @@ class Aggregation(ABC):
     moves_always: bool = False
     """Whether the model moves in every round, also if no update has come."""
 
-    def prepare(self, rounds: int | None) -> None:
+    def prepare(self, rounds: int | None, agree: Agree = here) -> None:
         """Before the first round of a run, which may have this many in all; None: their number is unknown."""
-        del rounds
+        del rounds, agree
 
     @abstractmethod
     def begin(self, selected: Selected) -> None:

@@ -7,7 +7,7 @@ was made from (Mironov, "On Significance of the Least Significant Bits for Diffe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -15,16 +15,26 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import StrategyError
-from offbeat.runtime.federated.aggregation import AddUp, Aggregation, ClientUpdate, Selected, UpdateFilter, UpdateLayout
+from offbeat.runtime.federated.aggregation import (
+    AddUp,
+    Aggregation,
+    Agree,
+    ClientUpdate,
+    Selected,
+    UpdateFilter,
+    UpdateLayout,
+    here,
+)
 from offbeat.runtime.federated.client_state import ClientState
-from offbeat.runtime.federated.exact_sum import FRACTION_BITS, ExactSum
+from offbeat.runtime.federated.exact_sum import ExactSum
 from offbeat.runtime.federated.noise import NoiseSource, noise_share
-from offbeat.runtime.federated.privacy_accountant import PrivacyAccountant, calibrated_noise, check_installed
+from offbeat.runtime.federated.privacy_accountant import PrivacyAccountant, calibrated_noise
 
 _MARGIN: Final = 1 - 2.0**-20
 """Updates are clipped to this share of the bound, so that rounding never lifts one above it."""
-_GRID_BITS: Final = 36
-"""Binary digits of the grid of sums, after the point, in units of the clipping bound."""
+_WHOLE: Final = 16.0
+"""Weight for which sums are prepared. In units of the clipping bound no number exceeds 1, not the 2^20 that sums allow
+for, so there is room for 16 million clients, on a grid of 2^-36."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,6 @@ class PrivacyLedger:
     """The rounds that have been spent, and how many may be."""
 
     def __init__(self, terms: PrivacyTerms, repeatable: bool) -> None:
-        check_installed()
         self.terms, self.noise = terms, terms.noise
         self.allowed: int | None = None
         """Rounds that stay within the budget; None: as many as you like."""
@@ -148,16 +157,24 @@ class PrivateMean(Aggregation):
         """What is spent."""
         self._row = torch.zeros(layout.size + 2, dtype=torch.int64)
         self._counts = self._row[layout.size :]
-        self._sum = ExactSum(self._row[: layout.size], 2.0 ** (FRACTION_BITS - _GRID_BITS))
+        self._sum = ExactSum(self._row[: layout.size], _WHOLE)
         self._number = 0
 
-    def prepare(self, rounds: int | None) -> None:
-        """Settle the noise."""
-        self.ledger.settle(rounds)
+    def prepare(self, rounds: int | None, agree: Agree = here) -> None:
+        """Settle noise and number of rounds, in the one process that accounts for them."""
+        ledger = self.ledger
+
+        def settle() -> Sequence[float]:
+            ledger.settle(rounds)
+            return cast("float", ledger.noise), -1 if ledger.allowed is None else ledger.allowed
+
+        noise, allowed = agree(settle)
+        ledger.noise, ledger.allowed = noise, None if allowed < 0 else int(allowed)
 
     def begin(self, selected: Selected) -> None:
         """Start from 0, and note the round as spent."""
         self._row.zero_()
+        self._sum.begin(_WHOLE)
         self._number = selected.number
         self.ledger.begin(selected.number)
 
@@ -171,13 +188,15 @@ class PrivateMean(Aggregation):
 
     def combine(self, add_up: AddUp) -> None:
         """One sum of integers."""
+        self._sum.settle()
         add_up(self._row, "the sum of updates")
 
     def mean(self) -> tuple[Tensor, Tensor | None]:
         """Add the noise, once for all workers, and divide."""
         noise, terms = cast("float", self.ledger.noise), self._terms
         drawn = self._source.normal(self._number, self._layout.size).mul_(noise * self._sum.unit)
-        self._sum.total += drawn.round_().long()
+        total = self._sum.settle()
+        total += drawn.round_().long()
         return self._sum.read().mul_(terms.clip / terms.expected).to(self._layout.dtype), None
 
     @property
