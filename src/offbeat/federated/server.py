@@ -88,6 +88,10 @@ class Federation:
             raise StrategyError(f"{strategy} is not federated: say for example 'federated(clients=3, fraction=1)'.")
         if rules.personal is not None:
             raise StrategyError(f"personal={rules.personal} is trained in simulation only so far. Omit it.")
+        if rules.algorithm.buffer is not None:
+            raise StrategyError(
+                f"{rules.algorithm} has no rounds, and deployed clients work in rounds. Use another algorithm, or simulate."
+            )
         if rules.dropout or rules.speeds is not None:
             raise StrategyError(
                 "dropout and speeds are those of simulated clients; real ones have their own. Omit them."
