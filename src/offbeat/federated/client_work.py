@@ -243,7 +243,7 @@ class ClientWork:
     def _keep(self, finish: Finish, model: Payload) -> Goodbye:
         outfit = self._ready()
         base = self._received(outfit, model)
-        self._flat.values.copy_(base)
+        self._flat.load(base)
         self.folder.mkdir(parents=True, exist_ok=True)
         save_model(self.module, self.folder / MODEL_FILE)
         score, scored = self._score(outfit, base) if finish.score else (None, 0)
@@ -268,7 +268,7 @@ class ClientWork:
         count = size_of(data)
         if not count:
             return None, 0
-        self._flat.values.copy_(base)
+        self._flat.load(base)
         self.last_score = score_on(self.task, self.module, data)
         return self.last_score, count
 

@@ -64,6 +64,8 @@ class Federation:
     """The file with the server's keys, and the public keys of the clients."""
     identity: str = ""
     """Names this federation among all that a client takes part in."""
+    secret: int = 0
+    """Seed of the selection of clients where it must stay secret, as privacy needs it; clients know the other seed."""
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
@@ -84,6 +86,12 @@ class Federation:
         rules = strategy.exchange
         if not isinstance(rules, Federated):
             raise StrategyError(f"{strategy} is not federated: say for example 'federated(clients=3, fraction=1)'.")
+        if rules.personal is not None:
+            raise StrategyError(f"personal={rules.personal} is trained in simulation only so far. Omit it.")
+        if rules.algorithm.buffer is not None:
+            raise StrategyError(
+                f"{rules.algorithm} has no rounds, and deployed clients work in rounds. Use another algorithm, or simulate."
+            )
         if rules.dropout or rules.speeds is not None:
             raise StrategyError(
                 "dropout and speeds are those of simulated clients; real ones have their own. Omit them."
@@ -174,6 +182,7 @@ def federation_of(
         target=None if target is None else f"score={target!r}",
         keys=None if keys is None else str(keys),
         identity=secrets.token_hex(8),
+        secret=secrets.randbits(62),
         **more,
     )
 
@@ -249,7 +258,16 @@ class _Serving:
         target = federation.target or (None if task.target is None else f"score={task.target!r}")
         ledger = Ledger(None if target is None else Target.parse(target))
         strategy, seed = federation.parsed, federation.seed
-        self._work = ServerWork(task, reference, strategy, seed, folder.path, ledger, validate=federation.validate)
+        self._work = ServerWork(
+            task,
+            reference,
+            strategy,
+            seed,
+            folder.path,
+            ledger,
+            rounds=federation.rounds,
+            validate=federation.validate,
+        )
         self._work.shown = watcher.round
         state = self._work.load()
         model, update_bytes = self._work.payload(), self._work.path.model_bytes
@@ -261,6 +279,7 @@ class _Serving:
             federation.rounds,
             model,
             update_bytes,
+            selection=seed if self._work.rules.privacy is None else federation.secret,
             strategy=str(strategy),
             federation=federation.identity,
             enrolled=enrolled,
@@ -353,6 +372,7 @@ class _Serving:
         rules = rules_of(self._federation.parsed)
         counts: Mapping[str, Any] = {
             **state.counts,
+            **work.path.aggregation.notes(),
             "rounds": state.number,
             "clients": rules.clients,
             "bytes_down": sum(peer.bytes_sent for peer in traffic),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,14 +22,16 @@ from offbeat.protocols.machine import Payload
 from offbeat.runtime.federated.aggregation import ClientUpdate, Selected, alone
 from offbeat.runtime.federated.flat_model import FlatModel
 from offbeat.runtime.federated.local_training import LocalTrainer
+from offbeat.runtime.federated.noise import SystemNoise
+from offbeat.runtime.federated.privacy import PrivateMean
 from offbeat.runtime.federated.round_log import RoundLog
 from offbeat.runtime.run.folder import METRICS_FILE, MODEL_FILE, MetricsWriter
 from offbeat.runtime.run.metrics import Ledger
 from offbeat.simulate.federated import ClientTimes, Participant, RoundOutcome, RoundProgress
 from offbeat.strategies._base import Combined
-from offbeat.strategies.federated.update_path import rules_of, update_path
+from offbeat.strategies.federated.update_path import UpdatePath, rules_of, update_path
 from offbeat.task import Task, TaskReference
-from offbeat.worker.federated import GlobalModel
+from offbeat.worker.federated_learner import GlobalModel
 from offbeat.worker.model_file import save_model
 from offbeat.worker.task_data import data_of, loader_over
 
@@ -58,23 +60,27 @@ class ServerWork:
         run: Path,
         ledger: Ledger,
         *,
+        rounds: int,
         validate: bool,
     ) -> None:
-        self.ledger, self.run = ledger, run
+        self.ledger, self.run, self._rounds = ledger, run, rounds
         self.began = time.monotonic()
         self.earlier_seconds = 0.0
         self.shown: Callable[[RoundRecord], None] = lambda _record: None
         """Gets every round that is closed."""
         module = task.model()
         self._own = describe(reference, module)
-        self._task, self._rules = task, rules_of(strategy)
+        self._task, self.rules = task, rules_of(strategy)
         self.flat = FlatModel(module)
         optimizer = task.optimizer(self.flat.parameters)
         self._schedule = task.schedule(optimizer)
         self._trainer = LocalTrainer(self.flat, optimizer, _no_data, _no_data, seed, 1, None)
-        self._server = self._rules.algorithm.server(self.flat, self._rules.clients)
-        self.path = update_path(strategy, self.flat, seed)
-        self.model = GlobalModel(self.flat, self._server, self.path, optimizer, self._schedule)
+        self._server = self.rules.algorithm.server(self.flat, self.rules.clients)
+        self.path = deployed_path(strategy, self.flat, seed)
+        kept = {"server": self._server, "aggregation": self.path.aggregation, "optimizer": optimizer}
+        self.model = GlobalModel(
+            self.flat.values.clone(), kept if self._schedule is None else {**kept, "schedule": self._schedule}
+        )
         self.store = ServerStore(run)
         self._validation = data_of(task).validation if validate else None
         self._log, self._metrics = RoundLog(run), MetricsWriter(run / METRICS_FILE)
@@ -90,6 +96,7 @@ class ServerWork:
         """Go on where an earlier process was; None if there was none."""
         state = self.store.load()
         if state is None:
+            self.path.aggregation.prepare(self._rounds)
             self._keep(0)
             return None
         kept = self.store.read_model(_closed_rounds(state))
@@ -97,6 +104,7 @@ class ServerWork:
         self.ledger.load_state_dict(kept["ledger"])
         self.earlier_seconds = float(kept["seconds"])
         self._metrics.keep_first(self.ledger.reports)
+        self.path.aggregation.prepare(self._rounds)
         return state
 
     def payload(self) -> Payload:
@@ -155,10 +163,10 @@ class ServerWork:
         model, sums = self.model, self.path.aggregation
         self._begin(outcome.number, state)
         sums.combine(alone)
-        moved = not outcome.failed
+        moved = sums.moves_always or not outcome.failed
         if moved:
             mean, extra = sums.mean()
-            if self._rules.algorithm.whole_gradient:
+            if self.rules.algorithm.whole_gradient:
                 self._trainer.step(model.base, mean)
             else:
                 self._server.apply(model.base, mean, extra)
@@ -169,19 +177,19 @@ class ServerWork:
         self.ledger.steps, self.ledger.samples = outcome.number, self.ledger.samples + sums.examples
         loss = sums.loss if sums.updates else math.nan
         score = self._score(outcome)
-        reached = self._report(score, loss)
+        reached = self._report(score, loss, outcome.number - (self._validation is None))
         self._keep(outcome.number)
         self._record(outcome, sums.updates)
         self.store.forget_updates(outcome.number)
         self.shown(RoundRecord(outcome, loss, score))
-        return RoundClosed(moved, self.payload(), reached)
+        return RoundClosed(moved, self.payload(), last=reached or bool(sums.exhausted))
 
     def final(self, scores: Iterable[tuple[float, int]]) -> None:
         """The last round is over: judge the final model by the clients' scores, and write it as a file."""
         score = _mean(scores)
         if self._validation is None and score is not None:
-            self._report(score, math.nan)
-        self.flat.values.copy_(self.model.base)
+            self._report(score, math.nan, self.ledger.steps)
+        self.flat.load(self.model.base)
         save_model(self.flat.module, self.run / MODEL_FILE)
 
     def _score(self, outcome: DeployedRound) -> float | None:
@@ -190,15 +198,15 @@ class ServerWork:
             return _mean(outcome.scores)
         if outcome.number % every:
             return None
-        self.flat.values.copy_(self.model.base)
+        self.flat.load(self.model.base)
         return score_on(self._task, self.flat.module, self._validation)
 
-    def _report(self, score: float | None, loss: float) -> bool:
-        """Judge a score and write it down; returns whether the target is reached."""
+    def _report(self, score: float | None, loss: float, step: int) -> bool:
+        """Judge the score of the model after some round, and write it down; returns whether the target is reached."""
         if score is None:
             return False
         reached = self.ledger.judge({SCORE: score}, self.seconds)
-        line: dict[str, Any] = {"step": self.ledger.steps, "samples": self.ledger.samples, "seconds": self.seconds}
+        line: dict[str, Any] = {"step": step, "samples": self.ledger.samples, "seconds": self.seconds}
         line |= {SCORE: score, **self.path.aggregation.figures()}
         self._metrics.append(line if math.isnan(loss) else line | {"loss": loss})
         return reached
@@ -231,6 +239,12 @@ class ServerWork:
             updates,
             len(outcome.refused),
         )
+
+
+def deployed_path(strategy: Combined, model: FlatModel, seed: int) -> UpdatePath:
+    """The path of updates as a server has it: noise comes from the system, as clients know the seed."""
+    path, terms = update_path(strategy, model, seed), rules_of(strategy).privacy_terms
+    return path if terms is None else replace(path, aggregation=PrivateMean(path.layout, terms, SystemNoise()))
 
 
 def score_on(task: Task, module: nn.Module, data: Any) -> float:

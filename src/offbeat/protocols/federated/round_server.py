@@ -94,10 +94,11 @@ class RoundServer:
     Args:
         name: Of this participant.
         plan: How rounds go. Clients are numbered from 0, below `plan.clients`.
-        seed: Of the selection of clients.
+        seed: Of clients' random numbers.
         rounds: After how many it ends.
         model: What clients get first.
         update_bytes: Size of an update.
+        selection: Seed of the selection of clients, if clients must not know it; None: the same.
         strategy: What clients are told to do.
         federation: Names this federation among all that a client takes part in.
         enrolled: The names of the clients that may join, by number; None: anybody may, up to `plan.clients`.
@@ -116,6 +117,7 @@ class RoundServer:
         model: Payload,
         update_bytes: int,
         *,
+        selection: int | None = None,
         strategy: str = "",
         federation: str = "",
         enrolled: Sequence[Name] | None = None,
@@ -135,6 +137,7 @@ class RoundServer:
         self.missing = ""
         """What the next round waits for, in words; empty if a round is under way."""
         self._seed, self._model, self._update_bytes = seed, model, update_bytes
+        self._selection = seed if selection is None else selection
         self._strategy, self._federation = strategy, federation
         self._first = plan.clients if first is None else first
         self._score_every = score_every
@@ -279,7 +282,7 @@ class RoundServer:
         self.missing = ""
         state.number += 1
         state.phase = "gathering"
-        chosen: list[int] = cohort(self.plan, self.roster.sizes(now), self._seed, state.number).tolist()
+        chosen: list[int] = cohort(self.plan, self.roster.sizes(now), self._selection, state.number).tolist()
         state.round = RoundStatus(chosen)
         self._started = now
         for client in chosen:
