@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from offbeat.protocols.federated.secure.client import UPDATE, SecureClient
 from offbeat.protocols.federated.secure.encoding import FixedPoint
@@ -20,6 +20,7 @@ from offbeat.protocols.federated.secure.messages import (
     DealtShares,
     MaskedUpdate,
     ReleasedShares,
+    SharePiece,
     SurvivorSignature,
 )
 from offbeat.protocols.federated.secure.plan import SecureRound
@@ -58,15 +59,16 @@ class Dropout(Struct, frozen=True):
 
 
 class DroppingClient:
-    """A client that drops out at a given stage."""
+    """A client that drops out at a given stage, or releases wrong shares."""
 
-    def __init__(self, client: SecureClient, update: Row, dropout: Dropout | None) -> None:
+    def __init__(self, client: SecureClient, update: Row, dropout: Dropout | None, lies: bool = False) -> None:
         self.client, self.name = client, client.name
         self.update = update
         self.dropped = False
+        self.lies = lies
         self.released: list[ReleasedShares] = []
         """What it has released, in every message that left it."""
-        self._dropout = dropout
+        self.dropout = dropout
 
     def begin(self, now: float) -> Sequence[Effect]:
         """Begin, with an update that is ready."""
@@ -81,8 +83,10 @@ class DroppingClient:
         through: list[Effect] = []
         for effect in effects:
             message = effect.message if isinstance(effect, Send) else None
-            strikes = self._dropout is not None and isinstance(message, STAGES[self._dropout.stage])
-            if self._dropout is None or not (strikes and self._dropout.before):
+            if self.lies and isinstance(message, ReleasedShares):
+                effect = structs.replace(cast("Send", effect), message=_wrong(message))
+            strikes = self.dropout is not None and isinstance(message, STAGES[self.dropout.stage])
+            if self.dropout is None or not (strikes and self.dropout.before):
                 through.append(effect)
                 if isinstance(message, ReleasedShares):
                     self.released.append(message)
@@ -90,6 +94,15 @@ class DroppingClient:
                 self.dropped = True
                 break
         return through
+
+
+def _wrong(message: ReleasedShares) -> ReleasedShares:
+    """The same with another number in each share."""
+    seeds, keys = (
+        tuple(SharePiece(piece.client, bytes([piece.share[0] ^ 1]) + piece.share[1:]) for piece in pieces)
+        for pieces in (message.seeds, message.keys)
+    )
+    return structs.replace(message, seeds=seeds, keys=keys)
 
 
 @dataclass
@@ -100,6 +113,8 @@ class SecureWorld:
     seed: int
     dropouts: Mapping[int, Dropout] = field(default_factory=dict[int, Dropout])
     times: SecureTimes = TIMES
+    liars: Collection[int] = ()
+    """Clients that release wrong shares."""
 
     def __post_init__(self) -> None:
         """Make the machines."""
@@ -118,6 +133,7 @@ class SecureWorld:
                 SecureClient(self.plan, client, identities[client], self.members, seeded(self.seed, client, 2), 60.0),
                 self.updates[client],
                 self.dropouts.get(client),
+                client in self.liars,
             )
             for client in numbers
         }
@@ -201,12 +217,13 @@ def random_dropouts(plan: SecureRound, seed: int) -> dict[int, Dropout]:
 
 
 def play_secure_round(seed: int) -> SecureWorld:
-    """One round under random dropouts, pauses, delays, losses and duplicates, all by a seed."""
+    """One round under random dropouts, lies, pauses, delays, losses and duplicates, all by a seed."""
     chance = Random(seed ^ 0x5EC)  # noqa: S311
     clients = chance.choice([3, 4, 7, 10, 16])
     degree = chance.choice([None, None, 6 if clients > 7 else None])
     plan = round_for(clients, seed, degree=degree, signed=degree is None and chance.random() < 0.5)
-    world = SecureWorld(plan, seed, random_dropouts(plan, seed))
+    liars = chance.sample(range(10, 10 + clients), chance.choice([0, 0, 1, clients // 4]))
+    world = SecureWorld(plan, seed, random_dropouts(plan, seed), liars=liars)
     network = LossyNetwork(
         delay=chance.uniform(0.001, 0.1),
         jitter=chance.choice([0.0, 0.1, 1.0]),

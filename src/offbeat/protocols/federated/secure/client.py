@@ -115,6 +115,8 @@ class SecureClient:
             are taken from the server, which is then trusted not to invent clients.
         random: Draws secret bytes.
         patience: Seconds without a word of the server after which it ends.
+        name: The name of this machine; by default from its number.
+        server: The name of the server's.
 
     """
 
@@ -126,6 +128,8 @@ class SecureClient:
         known: Mapping[int, bytes] | None,
         random: SecretBytes,
         patience: float = PATIENCE,
+        name: Name | None = None,
+        server: Name = SERVER,
     ) -> None:
         require_cryptography()
         seconds("patience", patience)
@@ -134,7 +138,8 @@ class SecureClient:
                 "a signed round needs the clients' long-term keys from a source that the server cannot change (known), "
                 "as a server that lies would sign for clients that it has invented."
             )
-        self.name: Name = client_name(client)
+        self.name: Name = client_name(client) if name is None else name
+        self._server = server
         self.ended = False
         self.failure = ""
         """Why the round has ended for this client without a sum; empty: it has not, or there is a sum."""
@@ -181,7 +186,7 @@ class SecureClient:
         return effects.done
 
     def _on_message(self, sender: Name, message: Any, effects: Effects) -> None:
-        if sender != SERVER:
+        if sender != self._server:
             self._ignore(f"{type(message).__name__} from {sender}, who is not the server")
         elif getattr(message, "round", None) != self._digest:
             self._ignore(f"{type(message).__name__} of another round")
@@ -208,7 +213,7 @@ class SecureClient:
             if before != message:
                 raise SecureAggregationError(f"the server sent two different {kind.__name__}")
             if kind in self._answers:
-                effects.send(SERVER, *self._answers[kind])
+                effects.send(self._server, *self._answers[kind])
             return
         match message:
             case SecureInvite():
@@ -350,7 +355,7 @@ class SecureClient:
 
     def _answer(self, question: type[Struct], answer: Struct, effects: Effects, payload: Payload | None = None) -> None:
         self._answers[question] = answer, payload or Payload(0)
-        effects.send(SERVER, *self._answers[question])
+        effects.send(self._server, *self._answers[question])
 
     def _after(self, question: type[Struct]) -> None:
         """Refuse a question that comes before the answer to an earlier one."""
@@ -367,7 +372,7 @@ class SecureClient:
             self.refusals.append(what)
 
     def _leave(self, reason: str, effects: Effects) -> None:
-        effects.send(SERVER, SecureLeave(self._digest, reason[:MOST_TEXT]))
+        effects.send(self._server, SecureLeave(self._digest, reason[:MOST_TEXT]))
         self._end(reason)
 
     def _end(self, failure: str) -> None:

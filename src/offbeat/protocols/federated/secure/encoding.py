@@ -88,5 +88,5 @@ class FixedPoint(Struct, frozen=True, kw_only=True):
         examples = int(total[-1])
         if not examples:
             raise UsageError("a sum without examples has no mean: no update is in it.")
-        mean = total[:-1].view(np.int32) * (self.bound / self.largest * self.examples / examples)
-        return mean, examples
+        unit = self.bound / self.largest * self.examples / examples
+        return total[:-1].view(np.int32).astype(np.float64) * unit, examples

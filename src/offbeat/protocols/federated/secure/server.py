@@ -78,6 +78,8 @@ class SecureServer:
         members: The invited clients, with their long-term Ed25519 public keys.
         times: How long it waits.
         state: The `state()` of a server to go on for.
+        names: The names of the clients' machines; by default from their numbers.
+        name: The name of this machine.
 
     """
 
@@ -87,18 +89,21 @@ class SecureServer:
         members: Mapping[int, bytes],
         times: SecureTimes | None = None,
         state: SecureServerState | None = None,
+        names: Mapping[int, Name] | None = None,
+        name: Name = SERVER,
     ) -> None:
         require_cryptography()
         if len(members) != plan.clients:
             raise UsageError(f"{len(members)} clients cannot be invited to a round that was agreed for {plan.clients}.")
-        self.name: Name = SERVER
+        self.name = name
         self.outcome: SecureSum | SecureFailure | None = None
         """How the round has ended; None: it has not."""
         self.refused: list[RefusedAnswer] = []
         """What was refused, and of whom."""
         self._records = SecureRecords(plan, dict(members), state or SecureServerState())
         self._digest = self._records.digest
-        self._names = {client_name(client): client for client in members}
+        self._names = {client: client_name(client) for client in members} if names is None else dict(names)
+        self._numbers = {name: client for client, name in self._names.items()}
         self._times = times or SecureTimes()
         self._waiting: set[int] = set()
         self._gone: set[int] = set()
@@ -132,8 +137,8 @@ class SecureServer:
         match event:
             case Received(sender, message, payload):
                 self._on_message(sender, message, payload, effects)
-            case Ended(name) if name in self._names:
-                self._lose(self._names[name], effects)
+            case Ended(name) if name in self._numbers:
+                self._lose(self._numbers[name], effects)
             case Timer(("secure deadline", digest, phase)) if (digest, phase) == (self._digest, self.phase):
                 self._close(effects)
             case Timer(("secure repeat", digest, phase)) if (digest, phase) == (self._digest, self.phase):
@@ -152,7 +157,7 @@ class SecureServer:
             return
         missing = [client for client in records.asked() if client not in records.answers()]
         for client in missing:
-            effects.send(client_name(client), records.question(client))
+            effects.send(self._names[client], records.question(client))
         # Those who are gone are asked as well, for they may be back, but not waited for.
         self._waiting = set(missing) - self._gone
         limit = self._times.masks if self.phase == "masks" else self._times.phase
@@ -163,11 +168,11 @@ class SecureServer:
 
     def _ask_again(self, effects: Effects) -> None:
         for client in self.waits_for:
-            effects.send(client_name(client), self._records.question(client))
+            effects.send(self._names[client], self._records.question(client))
         effects.timer(self._times.repeat, ("secure repeat", self._digest, self.phase))
 
     def _on_message(self, sender: Name, message: Any, payload: Payload, effects: Effects) -> None:
-        client = self._names.get(sender)
+        client = self._numbers.get(sender)
         if client is None:
             self._refuse(sender, "it was not invited to this round", effects)
         elif getattr(message, "round", None) != self._digest:
@@ -210,7 +215,7 @@ class SecureServer:
         records = self._records
         records.state.liars, records.state.unrecovered = list(result.liars), list(result.unrecovered)
         for liar in result.liars:
-            self._remember(client_name(liar), "it released wrong shares, which were not used")
+            self._remember(self._names[liar], "it released wrong shares, which were not used")
         if result.total is None:
             records.state.failure = (
                 f"the secrets of clients {records.state.unrecovered} could not be recovered: shares of them are wrong"
@@ -231,7 +236,7 @@ class SecureServer:
             self.outcome = SecureSum(np.asarray(records.total), tuple(known.masked), tuple(known.liars))
         for client in records.members:
             missed = "" if client in records.alive else "the round ended before this client's update came"
-            effects.send(client_name(client), SecureEnd(self._digest, (known.failure or missed)[:MOST_TEXT]))
+            effects.send(self._names[client], SecureEnd(self._digest, (known.failure or missed)[:MOST_TEXT]))
 
     def _refuse(self, sender: Name, reason: str, effects: Effects) -> None:
         self._remember(sender, reason)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations, islice
+from typing import Final
 
 from offbeat.errors import SecureAggregationError
 from offbeat.protocols.federated.secure.masks import Masks, Row
 from offbeat.protocols.federated.secure.primitives import agreement_public, commitment, own_mask_key, pair_mask_key
 from offbeat.protocols.federated.secure.sharing import ShamirSharing
+
+MOST_CHOICES: Final = 200
+"""Choices of shares that are tried when several holders lie: with ten holders, these are all."""
 
 Shares = Mapping[int, bytes]
 """Shares of one secret, by holder."""
@@ -23,7 +28,7 @@ class UnmaskedSum:
     unrecovered: tuple[int, ...] = ()
     """Clients a secret of which could not be recovered."""
     liars: tuple[int, ...] = ()
-    """Clients that released a wrong share."""
+    """Clients that released a wrong share, as far as it is certain."""
 
 
 @dataclass(frozen=True)
@@ -82,30 +87,40 @@ class SecretRecovery:
 
     sharing: ShamirSharing
     liars: set[int] = field(default_factory=set[int])
-    """Holders that released a wrong share."""
+    """Holders that released a wrong share, as far as it is certain."""
 
     def secret(self, shares: Shares, is_right: Callable[[bytes], bool]) -> bytes | None:
-        """The secret of some shares; None if no choice of them gives the right one."""
-        holders = [*(h for h in shares if h not in self.liars), *(h for h in shares if h in self.liars)]
-        needed = self.sharing.threshold
-        for first in range(len(holders) if len(holders) >= needed else 0):
-            chosen = {holder: shares[holder] for holder in (holders[first:] + holders[:first])[:needed]}
+        """The secret of some shares; None if no choice of them that is tried gives the right one."""
+        for number, chosen in enumerate(self._choices(shares)):
             try:
-                secret = self.sharing.combine(chosen)
+                secret = self.sharing.combine({holder: shares[holder] for holder in chosen})
             except SecureAggregationError:
                 continue
             if is_right(secret):
-                if first:
-                    self._accuse(shares, chosen)
+                if number:
+                    self._accuse(shares, {holder: shares[holder] for holder in chosen})
                 return secret
-            if len(holders) == needed:
-                break
         return None
 
+    def _choices(self, shares: Shares) -> Iterator[tuple[int, ...]]:
+        """Which shares are tried: neighbours in a circle, without known liars at first, and then any."""
+        holders, needed = sorted(shares, key=lambda holder: holder in self.liars), self.sharing.threshold
+        if len(holders) <= needed:
+            yield from [tuple(holders)] * (len(holders) == needed)
+            return
+        for first in range(len(holders)):
+            yield tuple((holders[first:] + holders[:first])[:needed])
+        yield from islice(combinations(holders, needed), MOST_CHOICES)
+
     def _accuse(self, shares: Shares, right: Shares) -> None:
-        """All whose shares are not on the polynomial through those that are right."""
-        wrong = (holder for holder in shares if self.sharing.share_of(holder, right) != shares[holder])
-        self.liars.update(wrong)
+        """Those whose shares do not fit, if they are so few that no other polynomial fits more shares.
+
+        Only if still more lie together can they make the secret come out right and others seem wrong.
+        """
+        wrong = [holder for holder in shares if self.sharing.share_of(holder, right) != shares[holder]]
+        # The secret itself is one more point that is known.
+        if 2 * len(wrong) <= len(shares) + 1 - self.sharing.threshold:
+            self.liars.update(wrong)
 
 
 def _known(secrets: Mapping[int, bytes | None]) -> dict[int, bytes]:
