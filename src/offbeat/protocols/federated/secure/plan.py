@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from random import Random
 from typing import Annotated, Final
 
@@ -118,3 +118,23 @@ def neighbourhoods(clients: Sequence[int], degree: int, seed: bytes) -> dict[int
         client: tuple(sorted(circle[(place + offset) % count] for offset in offsets))
         for place, client in enumerate(circle)
     }
+
+
+def short_of_holders(around: Mapping[int, Sequence[int]], alive: Collection[int], threshold: int) -> str:
+    """Why a secret that the sum needs could not be recovered; empty if all can.
+
+    Args:
+        around: The neighbours of each client that has dealt shares, of which these hold its shares.
+        alive: Clients whose masked updates came.
+        threshold: Shares that are needed.
+
+    """
+    for client, others in around.items():
+        holders = (client in alive) + sum(other in alive for other in others)
+        # Without any there is no mask of this client in the sum.
+        if 0 < holders < threshold:
+            return (
+                f"of client {client} and its neighbours {holders} sent a masked update, and {threshold} are needed to "
+                f"recover its secret"
+            )
+    return ""

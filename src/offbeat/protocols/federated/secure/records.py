@@ -23,7 +23,7 @@ from offbeat.protocols.federated.secure.messages import (
     SurvivorSignatures,
     SurvivorSigned,
 )
-from offbeat.protocols.federated.secure.plan import SecureRound, neighbourhoods
+from offbeat.protocols.federated.secure.plan import SecureRound, neighbourhoods, short_of_holders
 from offbeat.protocols.federated.secure.unmasking import Unmasking
 from offbeat.protocols.machine import Payload
 
@@ -202,13 +202,10 @@ class SecureRecords:
     def _close_masks(self) -> str:
         """Go on only if all secrets can be recovered that the sum needs, before any share is released."""
         self.state.masked.sort()
-        for client in self.state.included:
-            holders = len(self.holders(client) & self.alive)
-            if 0 < holders < self.plan.threshold:
-                return (
-                    f"of client {client} and its neighbours {holders} sent a masked update, and {self.plan.threshold} "
-                    f"are needed to recover its secret"
-                )
+        around = {client: self.left(client) for client in self.state.included}
+        short = short_of_holders(around, self.alive, self.plan.threshold)
+        if short:
+            return short
         return self._short("sent a masked update", len(self.alive))
 
     def _close_signatures(self) -> str:
