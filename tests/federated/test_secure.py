@@ -14,7 +14,6 @@ from secure_support import Table
 from torch import Tensor
 
 from offbeat.errors import StrategyError
-from offbeat.federated.server import Federation
 from offbeat.protocols.federated.plan import RoundPlan
 from offbeat.protocols.federated.secure.client import MaskWork
 from offbeat.protocols.federated.secure.plan import SecureRound
@@ -187,20 +186,26 @@ def test_what_cannot_be_summed_without_being_seen_is_refused(text: str, why: str
 
 
 def test_a_deployment_says_that_it_cannot() -> None:
+    from offbeat.federated.server import Federation
+
     with pytest.raises(StrategyError, match="secure=True is not deployed yet"):
         Federation("federated(clients=3, fraction=1, secure=True)", rounds=1)
 
 
-SECURE = (
-    "federated(clients=12, fraction=0.5, epochs=2, batch=7, over=1.2, dropout=0.1, data=dirichlet(0.5), secure=True)"
-)
+SECURE = "federated(clients=12, fraction=0.5, epochs=2, batch=7, over=1.2, dropout=0.1, data=dirichlet(0.5), {})"
 
 
 def test_a_run_has_the_same_bits_with_any_number_of_workers(launcher: Launcher, tmp_path: Path) -> None:
-    results = [fit(Images(), SECURE.format("secure=True"), workers=n, steps=5, seed=4, launcher=launcher, out=tmp_path) for n in (1, 2, 4)]
+    text = SECURE.format("secure=True")
+    results = [fit(Images(), text, workers=n, steps=5, seed=4, launcher=launcher, out=tmp_path) for n in (1, 2, 4)]
     bits = [load_file(result.run / MODEL_FILE) for result in results]
     assert all(torch.equal(bits[0][name], other[name]) for other in bits[1:] for name in bits[0])
     assert len({(str(r.federated), r.score, r.bytes_sent) for r in results}) == 1
+    plain = fit(Images(), SECURE.format("secure=False"), workers=2, steps=5, seed=4, launcher=launcher, out=tmp_path)
+    for name, value in load_file(plain.run / MODEL_FILE).items():
+        assert torch.allclose(bits[0][name], value, atol=1e-4)
+    for way in ("bytes_up", "bytes_down"):
+        assert plain.federated[way] < results[0].federated[way] < plain.federated[way] + 5 * 8 * 4000
 
 
 def test_statistics_are_refused(launcher: Launcher, tmp_path: Path) -> None:
