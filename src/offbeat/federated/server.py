@@ -96,6 +96,10 @@ class Federation:
             raise StrategyError(
                 "dropout and speeds are those of simulated clients; real ones have their own. Omit them."
             )
+        if rules.secure:
+            raise StrategyError(
+                "secure=True is not deployed yet, only simulated: a server would see each client's update. Omit it."
+            )
         return strategy
 
     @property

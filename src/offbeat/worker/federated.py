@@ -177,7 +177,8 @@ class Rounds:
     def _move(self, outcome: RoundOutcome) -> Callable[[Tensor], None] | None:
         """How the global model moves by the mean; None if too few updates counted."""
         aggregation = self._path.aggregation
-        if not aggregation.moves_always and (aggregation.updates < self._plan.fewest or outcome.failed):
+        short = aggregation.updates < self._plan.fewest or outcome.failed or aggregation.failure
+        if short and not aggregation.moves_always:
             return None
         mean, extra = aggregation.mean()
         return lambda base: self.learner.move(base, mean, extra)

@@ -154,6 +154,15 @@ class Aggregation(ABC):
         return {}
 
     @property
+    def failure(self) -> str:
+        """Why the updates of this round cannot be used, other than that they are too few; empty if they can."""
+        return ""
+
+    def message_bytes(self, down: int, up: int) -> tuple[int, int]:
+        """Bytes that a client gets and sends in a round, if these are what it would with plain updates."""
+        return down, up
+
+    @property
     def exhausted(self) -> str:
         """Why no further round may be made; empty if one may."""
         return ""

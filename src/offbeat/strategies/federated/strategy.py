@@ -15,6 +15,7 @@ from torch import nn
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.federated.plan import ClientSpeeds, RoundPlan
 from offbeat.runtime.federated.privacy import PrivacyTerms
+from offbeat.runtime.federated.secure_mean import check_survivors
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies._base import Axis, Strategy, Traits, require
@@ -85,6 +86,8 @@ class Federated(Exchanging):
     """How updates are combined if some clients may lie; None: by the mean."""
     personal: Finetune | Ditto | None = None
     """How each client gets a model of its own, which stays there; None: there is only the global one."""
+    secure: bool = False
+    """Whether updates are masked, so that the server learns their sum only; needs over two thirds of the selected."""
 
     promises = Traits(deterministic=True, refuses_updates=True)
     aliases: ClassVar = {
@@ -101,6 +104,7 @@ class Federated(Exchanging):
         "federated(clients=1000, algorithm=fedprox(0.01), data=dirichlet(0.3))",
         "federated(algorithm=fedbuff(10), speeds=lognormal(sigma=0.8))",
         "federated(clients=1000, fraction=0.05, privacy=privacy(epsilon=8, delta=1e-4))",
+        "federated(clients=100, fraction=0.2, over=1.2, secure=True)",
         "federated + quantize(8)",
     )
     carries = True
@@ -124,7 +128,9 @@ class Federated(Exchanging):
             self._check_private(self.privacy)
         try:
             self._check_robust()
-            self.plan()
+            plan = self.plan()
+            if self.secure:
+                self._check_secure(plan)
         except UsageError as error:
             raise StrategyError(f"federated: {error}") from error
 
@@ -187,8 +193,33 @@ class Federated(Exchanging):
             )
         rule.check(RoundPlan(clients=self.clients, fraction=self.fraction).needed)
 
+    def _check_secure(self, plan: RoundPlan) -> None:
+        """Refuse what cannot be done with updates of which only the sum is known, and rounds that could never count."""
+        refused: tuple[tuple[str, object, str], ...] = (
+            (
+                "algorithm",
+                self.algorithm if self.algorithm.buffer is not None else None,
+                "clients mask their updates against each other, so all of a round must start together. Use fedavg",
+            ),
+            (
+                "algorithm",
+                self.algorithm if self.algorithm.sends_more else None,
+                "control variates have no bound by which they could become integers. Use fedavg or fedprox",
+            ),
+            ("robust", self.robust, "the server cannot see which update is unlike the others. Omit one of them"),
+            ("privacy", self.privacy, "its noise is added to a sum of updates that the server has clipped. Omit one"),
+        )
+        for name, value, why in refused:
+            require(value is None, self, "secure", True, f"it cannot go with {name}={value}: {why}")
+        check_survivors(plan)
+
     def refuses(self, other: Strategy) -> str | None:
         """What has no place beside rounds of clients."""
+        if self.secure and isinstance(other, Compressing):
+            return (
+                "secure=True masks updates as they are added up, number by number, and masked numbers are random, so "
+                "that nothing can be left out or shortened. Omit one of them"
+            )
         if other.axis is Axis.WHEN:
             return "its clients train on their own between two rounds anyway. Say epochs=… in federated(...)"
         if other.axis is Axis.SPLIT:
@@ -215,6 +246,11 @@ class Federated(Exchanging):
             raise StrategyError(
                 f"{self.privacy} cannot be used with {task}: its clients send statistics, whose size has nothing to do "
                 f"with that of an update, so no bound to clip them by is right. Omit it."
+            )
+        if self.secure:
+            raise StrategyError(
+                f"secure=True cannot be used with {task}: its clients send statistics, and to become integers numbers "
+                f"need a bound, which statistics do not have. Omit it."
             )
         gradients = {
             "algorithm": (self.algorithm, _AVERAGE),

@@ -13,6 +13,7 @@ from offbeat.runtime.federated.client_state import ClientState
 from offbeat.runtime.federated.flat_model import FlatModel
 from offbeat.runtime.federated.noise import SeededNoise
 from offbeat.runtime.federated.privacy import PrivateMean
+from offbeat.runtime.federated.secure_mean import SecureMean
 from offbeat.strategies._base import Combined
 from offbeat.strategies.compressors import Compressing
 from offbeat.strategies.federated.compressed_updates import CompressFilter
@@ -37,16 +38,21 @@ class UpdatePath:
     @property
     def model_bytes(self) -> int:
         """Bytes that a client downloads in a round."""
-        nbytes = self.layout.nbytes if self.params_bytes is None else self.params_bytes
-        return nbytes + (self.layout.nbytes if self.layout.extra else 0)
+        return self._message_bytes[0]
 
     @property
     def update_bytes(self) -> int:
         """Bytes that a client uploads in a round."""
-        nbytes = self.layout.nbytes
+        return self._message_bytes[1]
+
+    @property
+    def _message_bytes(self) -> tuple[int, int]:
+        """Bytes that a client downloads and uploads in a round."""
+        down = self.layout.nbytes if self.params_bytes is None else self.params_bytes
+        up, more = self.layout.nbytes, self.layout.nbytes if self.layout.extra else 0
         for each in self.filters:
-            nbytes = each.update_bytes(self.layout.size, nbytes)
-        return nbytes + (self.layout.nbytes if self.layout.extra else 0)
+            up = each.update_bytes(self.layout.size, up)
+        return self.aggregation.message_bytes(down + more, up + more)
 
     def filtered(self, update: Tensor, client: int, number: int, state: ClientState | None) -> Tensor:
         """An update as the client sends it."""
@@ -84,6 +90,8 @@ def aggregation(strategy: Combined, layout: UpdateLayout, seed: int) -> Aggregat
                 f"negative. Use layers without them, such as GroupNorm or LayerNorm."
             )
         return PrivateMean(layout, terms, SeededNoise(seed))
+    if rules.secure:
+        return SecureMean(layout, rules.plan(), seed)
     return ExactMean(layout) if rules.robust is None else rules.robust.aggregation(layout)
 
 
