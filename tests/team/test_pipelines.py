@@ -66,6 +66,18 @@ def test_an_update_may_have_several_batches(launcher: Launcher, tmp_path: Path) 
         assert_same(expected, result)
 
 
+def test_a_stage_has_memory_for_little_more_than_half_of_a_transformers_training(
+    launcher: Launcher, tmp_path: Path, shared: Path
+) -> None:
+    words = ["--model", "halves", "--optimizer", "AdamW", "--steps", "6"]
+    whole = alone(launcher, shared, *words)
+    stages = trained(launcher, tmp_path, "pipeline(2)", 2, *words)
+    for stage in stages:
+        assert_same(whole, stage)
+        assert stage["held"] <= 0.6 * whole["held"]
+    assert sum(stage["held"] for stage in stages) > whole["held"], "the embedding is in both"
+
+
 @pytest.mark.parametrize(("strategy", "counted"), [("pipeline(2)", 136), ("pipeline(2, gpipe, microbatches=5)", 94)])
 def test_batch_norm_has_two_examples_in_each_microbatch_of_the_smaller_last_batch(
     launcher: Launcher, tmp_path: Path, strategy: str, counted: int
