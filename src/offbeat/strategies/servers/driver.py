@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from offbeat.errors import StrategyError
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.servers.messages import Settings
@@ -311,7 +312,11 @@ class ServerDriver:
     def load(self, request: LoadRequest) -> None:
         """Put states on the servers, if this worker leads. Collective."""
         if self.link.leads:
-            self.link.client.answer(request, "putting the parameters on the servers")
+            replies = self.link.client.answer(request, "putting the parameters on the servers")
+            refused = [(shard, reply.reason) for shard, reply in replies if reply.status == "refused"]
+            if refused:
+                shard, reason = refused[0]
+                raise StrategyError(f"server {shard} cannot hold its shard: {reason}.")
         self.link.group.barrier("the parameters being on the servers")
 
     def refresh(self) -> None:
