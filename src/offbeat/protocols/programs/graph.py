@@ -123,6 +123,8 @@ class Graph:
             return arguments[1] if numbers[0] else arguments[2]
         if operation == "*" and 1.0 in numbers:
             return arguments[1 - numbers.index(1.0)]
+        if operation == "/" and numbers[1] == 1.0:
+            return arguments[0]
         known = [number for number in numbers if number is not None]
         if len(known) == len(numbers):
             return self.number(compute(operation, *known))

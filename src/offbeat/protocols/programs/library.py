@@ -67,9 +67,9 @@ RECIPES: Final[Mapping[str, Recipe]] = MappingProxyType(
             "Adam with decoupled weight decay (Loshchilov and Hutter 2019)",
         ),
         "delay_compensated": Recipe(
-            r"\strength. \w g old. let w = w - lr * (g + strength * g * g * (w - old)) in (w, w)",
+            r"\strength. \w g. w - lr * (g + strength * g * g * (w - read))",
             {"strength": 0.04},
-            "delay-compensated ASGD (Zheng et al. 2017, equation 10), with the last parameters as the ones that were read",
+            "delay-compensated ASGD (Zheng et al. 2017, equation 10)",
         ),
         "elastic": Recipe(
             r"\pull. \centre worker. centre + pull * (worker - centre)",

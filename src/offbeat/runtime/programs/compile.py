@@ -1,0 +1,247 @@
+"""Compiled programs: a plan's instructions as torch operations on chunks that fit the cache, without copies.
+
+No code is generated. A program that is one of torch's fused optimizers, however it is written, runs as that one
+(`kernels`); every other runs instruction by instruction over a chunk, then over the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import NonFiniteError, ProgramError
+from offbeat.protocols.programs.graph import compute
+from offbeat.protocols.programs.plan import Instruction, Pass, Place, Plan, plan_of
+from offbeat.protocols.programs.program import Program
+from offbeat.runtime.programs.kernels import kernel_of
+
+CHUNK_BYTES: Final = 2**19
+"""Bytes of a vector in one chunk: several of them fit the second-level cache."""
+KEPT: Final = 64
+"""Compiled programs that are kept."""
+
+Operation = Callable[[list[Tensor], list[float], Tensor], object]  # Vectors, scalars, and where the result goes.
+
+
+def _where(vectors: list[Tensor], scalars: list[float], out: Tensor) -> None:
+    del scalars
+    torch.where(vectors[0] != 0, vectors[1], vectors[2], out=out)
+
+
+OPERATIONS: Final[Mapping[str, Operation]] = {
+    "copy": lambda v, s, out: out.copy_(v[0]),
+    "fill": lambda v, s, out: out.fill_(s[0]),
+    "scale": lambda v, s, out: torch.mul(v[0], s[0], out=out),
+    "shift": lambda v, s, out: torch.add(v[0], s[0], out=out),
+    "add": lambda v, s, out: torch.add(v[0], v[1], out=out),
+    "axpy": lambda v, s, out: torch.add(v[0], v[1], alpha=s[0], out=out),
+    "mul": lambda v, s, out: torch.mul(v[0], v[1], out=out),
+    "div": lambda v, s, out: torch.div(v[0], v[1], out=out),
+    "addcmul": lambda v, s, out: torch.addcmul(v[0], v[1], v[2], value=s[0], out=out),
+    "addcdiv": lambda v, s, out: torch.addcdiv(v[0], v[1], v[2], value=s[0], out=out),
+    "lerp": lambda v, s, out: torch.lerp(v[0], v[1], s[0], out=out),
+    "reciprocal": lambda v, s, out: torch.reciprocal(v[0], out=out),
+    "**": lambda v, s, out: torch.pow(v[0], s[0] if s else v[1], out=out),
+    "sqrt": lambda v, s, out: torch.sqrt(v[0], out=out),
+    "exp": lambda v, s, out: torch.exp(v[0], out=out),
+    "log": lambda v, s, out: torch.log(v[0], out=out),
+    "abs": lambda v, s, out: torch.abs(v[0], out=out),
+    "sign": lambda v, s, out: torch.sign(v[0], out=out),
+    "min": lambda v, s, out: torch.clamp(v[0], max=s[0], out=out) if s else torch.minimum(v[0], v[1], out=out),
+    "max": lambda v, s, out: torch.clamp(v[0], min=s[0], out=out) if s else torch.maximum(v[0], v[1], out=out),
+    "<": lambda v, s, out: torch.lt(v[0], s[0] if s else v[1], out=out),
+    "<=": lambda v, s, out: torch.le(v[0], s[0] if s else v[1], out=out),
+    ">": lambda v, s, out: torch.gt(v[0], s[0] if s else v[1], out=out),
+    ">=": lambda v, s, out: torch.ge(v[0], s[0] if s else v[1], out=out),
+    "==": lambda v, s, out: torch.eq(v[0], s[0] if s else v[1], out=out),
+    "!=": lambda v, s, out: torch.ne(v[0], s[0] if s else v[1], out=out),
+    "where": _where,
+}
+"""What each instruction does to chunks."""
+_REDUCTIONS: Final[Mapping[str, Callable[[list[Tensor]], Tensor]]] = {
+    "dot": lambda v: torch.dot(v[0], v[1]),
+    "sum": lambda v: torch.sum(v[0]),
+}
+
+
+class CompiledProgram:
+    """A program that runs on a shard. It holds no vectors between calls."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.kernel = kernel_of(plan)
+
+    def run(
+        self,
+        vectors: Sequence[Tensor],
+        scalars: Mapping[str, float],
+        out: Sequence[Tensor] | None = None,
+        check: bool = True,
+    ) -> None:
+        """Replace the parameters and states by the program's results.
+
+        Args:
+            vectors: The plan's vectors, in its order: contiguous, of one length and type.
+            scalars: The plan's scalars by name.
+            out: Where the new parameters and states go, in order; by default into the vectors they replace.
+            check: Refuse results that are not finite, with NonFiniteError, before any vector is replaced. In place
+                this computes everything twice; with `out` it is cheap, and the vectors stay as they were.
+        """
+        self._check_vectors(vectors, out)
+        targets = dict(zip(self.plan.outputs, out or [vectors[output] for output in self.plan.outputs], strict=True))
+        with torch.no_grad():
+            known = self._known(scalars, len(vectors[0]))
+            for part in self.plan.passes[:-1]:
+                self._reduce(part, vectors, known)
+            last = self.plan.passes[-1]
+            self._compute_scalars(last, known)
+            if check and out is None:
+                self._run_pass(last, vectors, None, known, check=True)
+            if self.kernel is not None and self._run_kernel(vectors, targets, known, check and out is not None):
+                return
+            self._run_pass(last, vectors, targets, known, check=check and out is not None)
+
+    def _check_vectors(self, vectors: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
+        names = self.plan.vectors
+        if len(vectors) != len(names):
+            raise ProgramError(f"The program takes {len(names)} vectors ({', '.join(names)}), not {len(vectors)}.")
+        if out is not None and len(out) != len(self.plan.outputs):
+            raise ProgramError(f"The program has {len(self.plan.outputs)} results, not {len(out)}.")
+        first = vectors[0]
+        for name, vector in (*zip(names, vectors, strict=True), *(("a result", vector) for vector in out or ())):
+            if vector.shape != first.shape or vector.dtype != first.dtype or vector.device != first.device:
+                raise ProgramError(
+                    f"The vectors of a program must be alike, but {names[0]!r} has {len(first):,} numbers of "
+                    f"{first.dtype} on {first.device}, and {name!r} {vector.numel():,} of {vector.dtype} on "
+                    f"{vector.device}."
+                )
+        if first.dim() != 1 or not first.is_floating_point():
+            raise ProgramError(f"A program works on vectors of floating-point numbers, not on {first.dtype}.")
+
+    def _known(self, scalars: Mapping[str, float], length: int) -> dict[int, float]:
+        """The values of the scalars that a plan starts from."""
+        known: dict[int, float] = {}
+        given = {**scalars, "length": float(length)}
+        for number, value in enumerate(self.plan.values):
+            if value.operation == "number":
+                known[number] = value.number
+            elif value.operation == "scalar":
+                if value.name not in given:
+                    raise ProgramError(f"The program needs the scalar {value.name!r}, which has no value here.")
+                if not math.isfinite(given[value.name]):
+                    raise NonFiniteError(f"The program's scalar {value.name!r} is {given[value.name]}.")
+                known[number] = float(given[value.name])
+        return known
+
+    def _compute_scalars(self, part: Pass, known: dict[int, float]) -> None:
+        for number in part.scalars:
+            value = self.plan.values[number]
+            if number not in known:
+                try:
+                    known[number] = compute(value.operation, *(known[argument] for argument in value.arguments))
+                except ProgramError as error:
+                    raise NonFiniteError(f"{error} No vector was changed.") from None
+
+    def _reduce(self, part: Pass, vectors: Sequence[Tensor], known: dict[int, float]) -> None:
+        """Run a pass whose results are sums over the vectors."""
+        self._compute_scalars(part, known)
+        for number, terms in self._run_pass(part, vectors, None, known, check=False).items():
+            known[number] = sum(terms)
+            if not math.isfinite(known[number]):
+                name = self.plan.values[number].operation
+                raise NonFiniteError(f"The program's {name!r} over the shard is {known[number]}. No vector was changed.")
+
+    def _run_kernel(
+        self, vectors: Sequence[Tensor], targets: Mapping[int, Tensor], known: Mapping[int, float], check: bool
+    ) -> bool:
+        if self.kernel is None:
+            return False
+        values = [known[scalar] for step in self.plan.passes[-1].instructions for scalar in step.scalars]
+        updated = list(vectors)
+        for output, target in targets.items():
+            if target is not vectors[output]:
+                target.copy_(vectors[output])
+                updated[output] = target
+        if not self.kernel(updated, values):
+            return False
+        if check:
+            for output, target in targets.items():
+                self._check_finite(target, output)
+        return True
+
+    def _run_pass(
+        self,
+        part: Pass,
+        vectors: Sequence[Tensor],
+        targets: Mapping[int, Tensor] | None,
+        known: Mapping[int, float],
+        check: bool,
+    ) -> dict[int, list[float]]:
+        """Run a pass chunk by chunk; without targets its results go to scratch space. Returns sums by chunk."""
+        first = vectors[0]
+        length = max(1, CHUNK_BYTES // first.element_size())
+        steps = [(step, _operation(step), [known[scalar] for scalar in step.scalars]) for step in part.instructions]
+        outputs = {step.target.number for step, _, _ in steps if step.target and step.target.kind == "output"}
+        scratch = {("buffer", number): first.new_empty(min(length, len(first))) for number in range(part.buffers)}
+        if targets is None:
+            scratch |= {("output", output): first.new_empty(min(length, len(first))) for output in outputs}
+        sums: dict[int, list[float]] = {step.value: [] for step in part.instructions if step.target is None}
+        for start in range(0, len(first), length):
+            stop = min(start + length, len(first))
+            chunks = {("input", number): vector[start:stop] for number, vector in enumerate(vectors)}
+            chunks |= {name: buffer[: stop - start] for name, buffer in scratch.items()}
+            chunks |= {("output", number): vector[start:stop] for number, vector in (targets or {}).items()}
+            for step, operation, scalars in steps:
+                arguments = [chunks[_key(place)] for place in step.vectors]
+                if step.target is None:
+                    sums[step.value].append(float(_REDUCTIONS[step.operation](arguments)))
+                else:
+                    operation(arguments, scalars, chunks[_key(step.target)])
+            if check:
+                for output in outputs:
+                    self._check_finite(chunks["output", output], output)
+        return sums
+
+    def _check_finite(self, vector: Tensor, output: int) -> None:
+        # A sum is finite only if all numbers are; if it is not, it may have overflowed.
+        if not math.isfinite(float(vector.sum())) and not bool(torch.isfinite(vector).all()):
+            what = "new parameters" if output == 0 else f"new state {self.plan.vectors[output]!r}"
+            raise NonFiniteError(f"The program's {what} would not be finite: NaN or infinite. The push is refused.")
+
+
+def _key(place: Place) -> tuple[str, int]:
+    return place.kind, place.number
+
+
+def _operation(step: Instruction) -> Operation:
+    return OPERATIONS[step.operation if step.target is not None else "copy"]
+
+
+def compiled(program: Program) -> CompiledProgram:
+    """A program, compiled; programs that do the same are compiled once."""
+    plan = plan_of(program)
+    return _compiled(plan.hash, _Unhashed(plan))
+
+
+class _Unhashed:
+    """A plan as an argument that a cache does not look at: its hash says what it is."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Unhashed)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@lru_cache(KEPT)
+def _compiled(hash_: str, plan: _Unhashed) -> CompiledProgram:
+    del hash_
+    return CompiledProgram(plan.plan)
