@@ -214,7 +214,9 @@ def _missing_states(expected: Sequence[str], header: Mapping[str, Any]) -> str:
         if vectors != set(expected):
             missing, unknown = sorted(set(expected) - vectors), sorted(vectors - set(expected))
             parts = [f"{what} {', '.join(names)}" for what, names in (("lacks", missing), ("has", unknown)) if names]
-            return f"the program has the states {', '.join(expected) or '(none)'}, and the saved one {' and '.join(parts)}"
+            return (
+                f"the program has the states {', '.join(expected) or '(none)'}, and the saved one {' and '.join(parts)}"
+            )
     return ""
 
 
