@@ -101,9 +101,9 @@ class Graph:
                 return self._quotient(a, b)
             case "**", [a, b]:
                 return self._power(a, b)
-            case ("<" | "<=" | ">" | ">=" | "==" | "!="), [a, b]:
+            case (("<" | "<=" | ">" | ">=" | "==" | "!="), [a, b]):
                 return self.vector(name, a, b) if self.is_vector(a) else self.vector(_FLIPPED[name], b, a)
-            case ("min" | "max"), [a, b]:
+            case (("min" | "max"), [a, b]):
                 return self.vector(name, a, b) if self.is_vector(a) else self.vector(name, b, a)
             case "clip", [a, least, most]:
                 return self.apply(OPERATIONS["min"], [self.apply(OPERATIONS["max"], [a, least]), most])

@@ -34,24 +34,24 @@ def _where(vectors: list[Tensor], scalars: list[float], out: Tensor) -> None:
 
 
 OPERATIONS: Final[Mapping[str, Operation]] = {
-    "copy": lambda v, s, out: out.copy_(v[0]),
-    "fill": lambda v, s, out: out.fill_(s[0]),
+    "copy": lambda v, _s, out: out.copy_(v[0]),
+    "fill": lambda _v, s, out: out.fill_(s[0]),
     "scale": lambda v, s, out: torch.mul(v[0], s[0], out=out),
     "shift": lambda v, s, out: torch.add(v[0], s[0], out=out),
-    "add": lambda v, s, out: torch.add(v[0], v[1], out=out),
+    "add": lambda v, _s, out: torch.add(v[0], v[1], out=out),
     "axpy": lambda v, s, out: torch.add(v[0], v[1], alpha=s[0], out=out),
-    "mul": lambda v, s, out: torch.mul(v[0], v[1], out=out),
-    "div": lambda v, s, out: torch.div(v[0], v[1], out=out),
+    "mul": lambda v, _s, out: torch.mul(v[0], v[1], out=out),
+    "div": lambda v, _s, out: torch.div(v[0], v[1], out=out),
     "addcmul": lambda v, s, out: torch.addcmul(v[0], v[1], v[2], value=s[0], out=out),
     "addcdiv": lambda v, s, out: torch.addcdiv(v[0], v[1], v[2], value=s[0], out=out),
     "lerp": lambda v, s, out: torch.lerp(v[0], v[1], s[0], out=out),
-    "reciprocal": lambda v, s, out: torch.reciprocal(v[0], out=out),
+    "reciprocal": lambda v, _s, out: torch.reciprocal(v[0], out=out),
     "**": lambda v, s, out: torch.pow(v[0], s[0] if s else v[1], out=out),
-    "sqrt": lambda v, s, out: torch.sqrt(v[0], out=out),
-    "exp": lambda v, s, out: torch.exp(v[0], out=out),
-    "log": lambda v, s, out: torch.log(v[0], out=out),
-    "abs": lambda v, s, out: torch.abs(v[0], out=out),
-    "sign": lambda v, s, out: torch.sign(v[0], out=out),
+    "sqrt": lambda v, _s, out: torch.sqrt(v[0], out=out),
+    "exp": lambda v, _s, out: torch.exp(v[0], out=out),
+    "log": lambda v, _s, out: torch.log(v[0], out=out),
+    "abs": lambda v, _s, out: torch.abs(v[0], out=out),
+    "sign": lambda v, _s, out: torch.sign(v[0], out=out),
     "min": lambda v, s, out: torch.clamp(v[0], max=s[0], out=out) if s else torch.minimum(v[0], v[1], out=out),
     "max": lambda v, s, out: torch.clamp(v[0], min=s[0], out=out) if s else torch.maximum(v[0], v[1], out=out),
     "<": lambda v, s, out: torch.lt(v[0], s[0] if s else v[1], out=out),
@@ -91,6 +91,7 @@ class CompiledProgram:
             out: Where the new parameters and states go, in order; by default into the vectors they replace.
             check: Refuse results that are not finite, with NonFiniteError, before any vector is replaced. In place
                 this computes everything twice; with `out` it is cheap, and the vectors stay as they were.
+
         """
         self._check_vectors(vectors, out)
         targets = dict(zip(self.plan.outputs, out or [vectors[output] for output in self.plan.outputs], strict=True))
@@ -154,7 +155,9 @@ class CompiledProgram:
             known[number] = sum(terms)
             if not math.isfinite(known[number]):
                 name = self.plan.values[number].operation
-                raise NonFiniteError(f"The program's {name!r} over the shard is {known[number]}. No vector was changed.")
+                raise NonFiniteError(
+                    f"The program's {name!r} over the shard is {known[number]}. No vector was changed."
+                )
 
     def _run_kernel(
         self, vectors: Sequence[Tensor], targets: Mapping[int, Tensor], known: Mapping[int, float], check: bool

@@ -23,8 +23,6 @@ STEP: Final = 10_000_000
 """A step at which the bias corrections of Adam are 1 in 64 bits, for decays up to 0.99999."""
 
 
-
-
 def kernel_of(plan: Plan) -> Kernel | None:
     """The fused kernel for a plan, if there may be one."""
     kernel = _kernels().get(_shape(plan))
