@@ -1,7 +1,7 @@
 """Terms as Python lambdas, the form in which a strategy's text has them: `lambda w, g: w - lr * g`.
 
-Reading that text back (`from_python_text`) gives the same term, and writing it again the same text. `let` becomes a
-lambda that is called at once, because Python has no other expression that names a value.
+Reading that text back (`from_python_text`) gives a term that means the same, and writing it again the same text. `let`
+becomes a lambda that is called at once, because Python has no other plain expression that names a value.
 """
 
 from __future__ import annotations
@@ -61,10 +61,7 @@ def _expression(term: Term, names: tuple[str, ...], free: frozenset[str]) -> Cal
         case Primitive(operation=operation):
             return ast.Name(_NAMES.get(operation.name, operation.name))
         case TupleTerm(children=items):
-            parts: list[ast.expr] = []
-            for item in items:
-                parts.append((yield _expression(item, names, free)))
-            return ast.Tuple(parts, ast.Load())
+            return ast.Tuple((yield _each(items, names, free)), ast.Load())
         case Abstraction():
             own: list[str] = []
             body: Term = term
@@ -87,9 +84,7 @@ def _application(term: Application, names: tuple[str, ...], free: frozenset[str]
     function: Term = term
     while isinstance(function, Application):
         function = function.function
-    arguments: list[ast.expr] = []
-    for argument in arguments_of(term):
-        arguments.append((yield _expression(argument, names, free)))
+    arguments = yield _each(arguments_of(term), names, free)
     name = function.operation.name if isinstance(function, Primitive) else ""
     match name, arguments:
         case "neg", [operand]:
@@ -100,6 +95,13 @@ def _application(term: Application, names: tuple[str, ...], free: frozenset[str]
             return ast.Compare(left, [_COMPARISONS[name]()], [right])
         case _:
             return ast.Call((yield _expression(function, names, free)), arguments, [])
+
+
+def _each(terms: Sequence[Term], names: tuple[str, ...], free: frozenset[str]) -> Call[list[ast.expr]]:
+    written: list[ast.expr] = []
+    for term in terms:
+        written += [(yield _expression(term, names, free))]
+    return written
 
 
 def _number(value: float) -> ast.expr:
