@@ -37,11 +37,18 @@ def accepted(text: str, announced: str = "") -> tuple[Program, Plan]:
     return program, plan
 
 
+def looks_at_whole(plan: Plan) -> bool:
+    """Whether a program looks at the whole vector, as norms and sums do, and not at each number by itself."""
+    return bool(plan.cost.reductions) or any(value.name == "length" for value in plan.values)
+
+
 class ProgramOptimizer(Optimizer):
     """Steps by a program. Either all parameters get their new values, or, if any result is not finite, none."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], program: Program) -> None:
         self._program, self._compiled = program, compiled(program)
+        self.whole = looks_at_whole(self._compiled.plan)
+        """Whether it needs all of the vector at once."""
         self.staleness = 0
         """Updates that the coming gradient has missed."""
         self.workers = 1
@@ -51,25 +58,24 @@ class ProgramOptimizer(Optimizer):
         super().__init__([dict(group) for group in groups], {"lr": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take one step; raises NonFiniteError, and changes nothing, if a result is not finite."""
         del closure
         made: list[tuple[Tensor, list[Tensor], int]] = []
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    made.append((parameter, *self._results(parameter, float(group["lr"]))))
+            members = [member for member in group["params"] if member.grad is not None]
+            made += [(member, *self._results(member, member.grad, float(group["lr"]))) for member in members]
         for parameter, (values, *states), step in made:
             parameter.copy_(values)
             self.state[parameter] |= {"step": step, **dict(zip(self._program.states, states, strict=False))}
 
-    def _results(self, parameter: Tensor, rate: float) -> tuple[list[Tensor], int]:
+    def _results(self, parameter: Tensor, gradient: Tensor, rate: float) -> tuple[list[Tensor], int]:
         """New values and states of a parameter, and how many steps it has made then."""
         held: dict[str, Any] = self.state[parameter]
         for name in self._program.states:
             if name not in held:
                 held[name] = torch.zeros_like(parameter)
-        vectors = [parameter.detach(), parameter.grad, *(held[name] for name in self._program.states)]
+        vectors = [parameter.detach(), gradient, *(held[name] for name in self._program.states)]
         if self._program.uses_read:
             vectors.append(self.read(parameter))
         step = int(held.get("step", 0)) + 1

@@ -32,7 +32,7 @@ from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.compression import Coder, build
 from offbeat.runtime.gradients.optimizers import ELEMENT_WISE
 from offbeat.runtime.messages import Inbox
-from offbeat.runtime.servers.program_optimizer import accepted
+from offbeat.runtime.servers.program_optimizer import accepted, looks_at_whole
 from offbeat.runtime.servers.updater import ADD, PROGRAM, GradientSum, Recipe, Updater
 from offbeat.runtime.state.snapshots import Kept, draft_of, write_shard
 from offbeat.runtime.state.tensor_tree import put_together, take_apart
@@ -195,7 +195,13 @@ def why_unusable(state: NDArray[np.uint8] | None) -> str:
         if recipe.optimizer != PROGRAM:
             known = recipe.optimizer in (ADD, *ELEMENT_WISE)
             return "" if known else f"the state needs an optimizer {recipe.optimizer!r}, which no server has"
-        program, _ = accepted(recipe.program, recipe.program_hash)
+        program, plan = accepted(recipe.program, recipe.program_hash)
+        pieces = sum(map(len, recipe.ranges))
+        if looks_at_whole(plan) and pieces > 1:
+            return (
+                f"the program looks at the whole vector (norm, sum, …), and the trained parameters are in {pieces} pieces "
+                f"here: give the optimizer one group, and no frozen parameters between others"
+            )
         return _missing_states(program.states, header)
     except ProgramError as error:
         return f"the program is refused: {error}"

@@ -175,8 +175,8 @@ class Updater:
         optimizer = self._optimizer
         if optimizer is None:
             return ""  # No trained parameter in this shard.
-        if covered is not None:
-            optimizer = self._skip_missing(covered)
+        if covered is not None and not (isinstance(optimizer, ProgramOptimizer) and optimizer.whole):
+            optimizer = self._skip_missing(covered)  # Otherwise missing gradients are zeros.
         rates = [group["lr"] for group in optimizer.param_groups]
         for group, own in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = own * rate

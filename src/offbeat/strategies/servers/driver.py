@@ -174,6 +174,10 @@ class PushQueue:
             settings = self._changed_settings()
         return PushRequest(parts, link.clock, weight, settings, then_pull=then_pull)
 
+    def settings(self) -> Settings:
+        """The current settings of the optimizer's groups."""
+        return () if self._optimizer is None else self._optimizer.now()
+
     def _changed_settings(self) -> Settings:
         return () if self._optimizer is None else self._optimizer.changed(self._link.rule.aggregated)
 
@@ -194,7 +198,7 @@ class PushQueue:
     def push_ranges(self, parts: Sequence[tuple[int, int, int, Bytes]]) -> int:
         """Push numbers for ranges of shards, as parts of the open step; returns the token."""
         # Each shard must get the settings with what it applies; where pushes are summed, at the end of the step.
-        settings = () if self._optimizer is None or self._link.rule.aggregated else self._optimizer.now()
+        settings = () if self._link.rule.aggregated else self.settings()
         ranges = [PushedRange(shard, Payload(part.nbytes, part), start, stop) for shard, start, stop, part in parts]
         return self._link.client.ask(PushRequest(ranges, self._link.clock, settings=settings, final=False)).token
 

@@ -29,7 +29,7 @@ from offbeat.protocols.servers.worker.rhythm import Rhythm
 from offbeat.runtime.gradients.optimizers import ELEMENT_WISE, why_not
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
-from offbeat.runtime.servers.updater import settings_of
+from offbeat.runtime.servers.updater import Recipe, settings_of
 from offbeat.runtime.state.snapshots import SnapshotCut
 from offbeat.strategies._base import require
 from offbeat.strategies.servers.driver import CompressedPushes, PushQueue, ServerDriver
@@ -92,7 +92,9 @@ class PushWorker(Exchange):
         super().__init__(coordinated.peers, stopwatch)
         self.strategy, self._rhythm = strategy, rhythm
         self.tolerance: dict[str, Any] = {}
-        """How servers handle stale gradients, as fields of their recipe; by default they do nothing."""
+        """What servers do besides running an optimizer, as fields of their recipe; by default nothing."""
+        self.recipes: list[Recipe] = []
+        """How each shard is updated, once training has begun."""
         self.link = ServerLink(coordinated, stopwatch, strategy.rule)
         self.passed_over, self.figures = self.link.passed_over, self.link.record.figures
         self.optimizer: Optimizer | None = None
@@ -163,7 +165,8 @@ class PushWorker(Exchange):
         pushes = CompressedPushes(self.compressions, sizes, self.seed, self.group.rank) if self.compressions else None
         landing = torch.empty_like(row.values) if self.keeps_apart else row.values
         self.driver = ServerDriver(link, row, self._rhythm, PushQueue(link, row, optimizer, pushes), landing)
-        self.driver.put(optimizer.first_states(row, link.shards, self.compressions, self.seed))
+        self.recipes = optimizer.recipes(row, link.shards, self.compressions, self.seed)
+        self.driver.put(optimizer.first_states(row, self.recipes))
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
