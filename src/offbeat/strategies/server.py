@@ -30,7 +30,6 @@ from offbeat.strategies._base import Setting, Traits, require
 from offbeat.strategies.servers.driver import PushQueue, ServerDriver
 from offbeat.strategies.servers.exchange import ServerExchanging, SnapshotPushWorker, StepHere
 from offbeat.strategies.servers.link import ServerLink
-from offbeat.strategies.servers.optimizer import Groups
 from offbeat.strategies.servers.own_updates import OwnUpdates
 from offbeat.strategies.servers.parameter_row import ParameterRow, refuse_different_models
 from offbeat.strategies.servers.update import ServerUpdate
@@ -161,9 +160,6 @@ class Server(ServerExchanging):
             require(late or not value, self, name, value, why)
             why = "the update says what is done with old gradients (by `staleness` and `read`)"
             require(self.program is None or not value, self, name, value, why)
-        if self.program is not None and self.program.whole:
-            why = "the update looks at the whole vector (norm, sum, …), and each shard has only a part of it"
-            require(self.shards == 1, self, "shards", self.shards, why)
 
     @property
     def program(self) -> ServerUpdate | None:
@@ -204,27 +200,9 @@ class ServerWorker(SnapshotPushWorker):
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Server) -> None:
         super().__init__(group, stopwatch, settings, settings.rhythm()(group.rank))
-        self.tolerance = {name: getattr(settings, name) for name in ("staleness_scaling", "delay_compensation")}
-        self.update = settings.program
-        if self.update is not None:
-            self.tolerance |= {"program": self.update.program.text, "program_hash": self.update.plan.hash}
+        self.tolerance |= {name: getattr(settings, name) for name in ("staleness_scaling", "delay_compensation")}
         self._own_updates: OwnUpdates | None = None
         self._totals: ServerTotals | None = None
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse optimizers that servers cannot run, or whose own rule the update would replace unnoticed."""
-        if self.update is None:
-            super().check_optimizer(optimizer)
-        elif reason := self.update.refuses_optimizer(optimizer):
-            raise StrategyError(
-                f"{self.strategy} says what a push does to the parameters, so your optimizer takes no steps, and would "
-                f"not do what it says: {reason}. Give torch.optim.SGD(parameters, lr=…) with nothing but a learning "
-                f"rate, which reaches the update as `lr`; put the rest into the update."
-            )
-
-    def server_optimizer(self, optimizer: Optimizer) -> tuple[str, Groups]:
-        """The user's own optimizer, or the update."""
-        return super().server_optimizer(optimizer) if self.update is None else self.update.groups(optimizer)
 
     def begin(self) -> None:
         """Put the parameters on the servers; with an update, this worker's own steps are made by it, too."""
@@ -279,14 +257,6 @@ class ServerWorker(SnapshotPushWorker):
         super().load_state_dict(state)
         if self._own_updates is not None and not self.link.group.membership.outside:
             self._own_updates.load(state["own_updates"])
-
-    def notes(self) -> dict[str, Any]:
-        """Also what servers did with pushes, if that was not what the optimizer does."""
-        if self.update is None:
-            return super().notes()
-        cost = self.update.plan.cost.operations
-        update = {"program": str(self.update), "hash": self.update.plan.hash, "operations_per_element": cost}
-        return {**super().notes(), "update": update}
 
     def vector(self, counted: Callable[[], None]) -> Vector:
         """The parameters on the servers, once they are there."""

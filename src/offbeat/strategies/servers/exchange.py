@@ -36,6 +36,7 @@ from offbeat.strategies.servers.driver import CompressedPushes, PushQueue, Serve
 from offbeat.strategies.servers.link import ServerLink, served
 from offbeat.strategies.servers.optimizer import Groups, ServerOptimizer
 from offbeat.strategies.servers.parameter_row import ParameterRow, refuse_different_models
+from offbeat.strategies.servers.update import ServerUpdate
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, averaged_buffers, refuse_closure
 
 
@@ -56,6 +57,13 @@ class ServerExchanging(Exchanging):
         count = shards * (1 + replicas)
         why = f"each of {count:,} servers would be a process of its own: at most {SERVERS} are started"
         require(count <= SERVERS, self, name, value, why)
+        why = "the update looks at the whole vector (norm, sum, …), and each shard has only a part of it"
+        require(shards == 1 or self.program is None or not self.program.whole, self, "shards", shards, why)
+
+    @property
+    def program(self) -> ServerUpdate | None:
+        """What servers do with a push; None: as the optimizer does."""
+        return None
 
     @property
     @abstractmethod
@@ -91,7 +99,8 @@ class PushWorker(Exchange):
         coordinated = served(group, strategy)
         super().__init__(coordinated.peers, stopwatch)
         self.strategy, self._rhythm = strategy, rhythm
-        self.tolerance: dict[str, Any] = {}
+        self.update = strategy.program
+        self.tolerance: dict[str, Any] = {} if self.update is None else self.update.announced
         """What servers do besides running an optimizer, as fields of their recipe; by default nothing."""
         self.recipes: list[Recipe] = []
         """How each shard is updated, once training has begun."""
@@ -140,15 +149,24 @@ class PushWorker(Exchange):
         self._hook_steps(optimizer, self._before_step, self._after_step)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse optimizers that servers cannot run on a slice of the parameters."""
-        if why := why_not(type(optimizer), by_rate=not self.link.rule.aggregated):
+        """Refuse optimizers that servers cannot run on a slice of the parameters, or that an update would replace."""
+        if self.update is not None:
+            if reason := self.update.refuses_optimizer(optimizer):
+                raise StrategyError(
+                    f"{self.strategy} says what a push does to the parameters, so your optimizer takes no steps, and "
+                    f"would not do what it says: {reason}. Give torch.optim.SGD(parameters, lr=…) with nothing but a "
+                    f"learning rate, which reaches the update as `lr`; put the rest into the update."
+                )
+        elif why := why_not(type(optimizer), by_rate=not self.link.rule.aggregated):
             raise StrategyError(
                 f"servers cannot run {type(optimizer).__name__}: each has only a slice of the parameters, and {why}. "
                 f"Use one that treats every number by itself ({', '.join(ELEMENT_WISE)}), or allreduce."
             )
 
     def server_optimizer(self, optimizer: Optimizer) -> tuple[str, Groups]:
-        """The name of the optimizer that servers run, and the settings of its groups: by default the user's own."""
+        """The name of what servers run, and the settings of its groups: by default the user's own optimizer."""
+        if self.update is not None:
+            return self.update.groups(optimizer)
         return type(optimizer).__name__, settings_of(optimizer)
 
     def begin(self) -> None:
@@ -267,8 +285,9 @@ class PushWorker(Exchange):
         """Why pushes were refused, if any were; costs of compression, compared with dense pushes. Collective."""
         if self.driver is not None:
             self.driver.queue.settle_all()
-        refused = self.link.record.notes(self.link.group)
-        return refused if self.driver is None else {**refused, **self.driver.queue.compared()}
+        update = {} if self.update is None else {"update": self.update.account}
+        notes = {**update, **self.link.record.notes(self.link.group)}
+        return notes if self.driver is None else {**notes, **self.driver.queue.compared()}
 
 
 class SnapshotPushWorker(PushWorker):
