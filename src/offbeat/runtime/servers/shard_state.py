@@ -199,8 +199,8 @@ def why_unusable(state: NDArray[np.uint8] | None) -> str:
         pieces = sum(map(len, recipe.ranges))
         if looks_at_whole(plan) and pieces > 1:
             return (
-                f"the program looks at the whole vector (norm, sum, …), and the trained parameters are in {pieces} pieces "
-                f"here: give the optimizer one group, and no frozen parameters between others"
+                f"the program looks at the whole vector (norm, sum, …), and the trained parameters are in {pieces} "
+                f"pieces here: give the optimizer one group, and no frozen parameters between others"
             )
         return _missing_states(program.states, header)
     except ProgramError as error:

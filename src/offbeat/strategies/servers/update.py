@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 from torch import optim
 from torch.optim import Optimizer
@@ -90,6 +90,16 @@ class ServerUpdate(Notation):
     def whole(self) -> bool:
         """Whether it looks at the whole vector, as norms and sums do, and not at each number by itself."""
         return looks_at_whole(self.plan)
+
+    @property
+    def announced(self) -> dict[str, str]:
+        """The program as servers are told of it, as fields of a recipe."""
+        return {"program": self.program.text, "program_hash": self.plan.hash}
+
+    @property
+    def account(self) -> dict[str, Any]:
+        """The program for the result of a run."""
+        return {"program": self.text, "hash": self.plan.hash, "operations_per_element": self.plan.cost.operations}
 
     def refuses_optimizer(self, optimizer: Optimizer) -> str:
         """Why it cannot stand in for this optimizer; empty if it can."""

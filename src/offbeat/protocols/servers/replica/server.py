@@ -218,7 +218,7 @@ class ServerMachine:
         if outcome is None:
             return  # A backup's.
         if reason:
-            outcome.refuse(reason)
+            outcome.refuse(f"{proof}: {reason}")
         if proof == outcome.unproven[-1]:
             self._answers.tell(outcome, self._out)
 

@@ -42,6 +42,11 @@ class UpdateProof(Struct, frozen=True):
     step: int
     senders: tuple[int, ...]  # The worker of each push that is in it.
 
+    def __str__(self) -> str:
+        """Whose step it is: `step 3`, or `step 3 of workers 0, 1`."""
+        workers = sorted(set(self.senders))
+        return f"step {self.step}" + (f" of workers {', '.join(map(str, workers))}" if len(workers) > 1 else "")
+
 
 class Discard(Struct, frozen=True):
     """Skip a gradient: its sender is about to reuse its memory."""
