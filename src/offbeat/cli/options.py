@@ -383,7 +383,7 @@ class ReduceOptions(Printed):
     iszero, count. A file that ends in .lam holds a term as well.
     """
 
-    term: str = argument(r"The term, such as `S(KS)K` or `(\\x y. x + y) 1 2`; or a .lam file.", "TERM")
+    term: str = argument(r"The term, such as `S(KS)K` or `(\x y. x + y) 1 2`; or a .lam file.", "TERM")
     strategy: ReductionStrategy = option(
         ReductionStrategy.normal,
         "`normal`: leftmost outermost; `applicative`: leftmost innermost; `value`, `name`: call by value and by name, "
