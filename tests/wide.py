@@ -16,6 +16,7 @@ _PATTERNS = (
     r"chaos/stage_faults\.py::.*\[(?![01]\])",
     r"chaos/snapshots\.py::.*\[\d-25\]",
     r"chaos/mutated_messages\.py::.*\[1000000\]",
+    r"chaos/mutated_programs\.py::.*\[(1000000|10000)\]",
     r"chaos/torchs_own\.py::.*-all\]",
     r"test_contracts\.py::.*\[(coded-4|elastic\(period=2,asynchronous=False\)-3)-(?!exact|uneven)",
     r"test_contracts\.py::.*\[(pipeline|tensor)\(2\)-2-(?!exact:_workers|uneven|a_(crash|killed)|deterministic:_a_resumed)",

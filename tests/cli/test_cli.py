@@ -26,7 +26,7 @@ from offbeat.strategies import available
 from offbeat.tasks.digits import Digits
 
 COMMANDS = [
-    "run", "compare", "explain", "doctor", "watch", "strategies", "config", "draw", "check", "ps", "stop", "logs",
+    "run", "compare", "explain", "doctor", "watch", "strategies", "config", "draw", "reduce", "check", "ps", "stop", "logs",
     "scale", "batch-size", "bench", "keys",
 ]  # fmt: skip
 BENCH_OPTIONS = {

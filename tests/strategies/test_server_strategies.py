@@ -409,7 +409,7 @@ def test_a_shard_holds_coded_answers_until_they_are_enough_and_discards_the_rest
     assert shard._sum.holds(0, 0)
     done = push(1)
     assert done.works[:2] == [AccumulateGradient(payloads[0], 2.0, 0, -1), Discard(payloads[2])]
-    assert done.works[2:] == [AccumulateGradient(payloads[1], 2.0, 0, -1), Update(1, 1 / 4.0, ())]
+    assert done.works[2:] == [AccumulateGradient(payloads[1], 2.0, 0, -1), Update(1, 1 / 4.0, (), workers=4)]
     assert [(answer.worker, answer.status) for answer in done.answers] == [(0, "applied"), (2, "late"), (1, "applied")]
     assert shard.minimum == 1
     assert [answer.status for answer in push(3).answers] == ["late"]

@@ -86,6 +86,16 @@ COMMANDS: Final = (
         leading=("workers", "per_host", "network", "size"),
     ),
     Command(
+        "reduce",
+        "reduce:reduce_term",
+        (
+            'reduce "S(KS)K"',
+            r"reduce '(\x y. x) 1 ((\x. x x) (\x. x x))' --strategy name",
+            "reduce 'S(BBS)(KK)' --equal C --draw tree.svg",
+        ),
+        options.ReduceOptions,
+    ),
+    Command(
         "check",
         "check:check_any",
         (

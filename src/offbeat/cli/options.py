@@ -371,6 +371,31 @@ class DrawOptions:
     output: TableFormat = option(TableFormat.table, "`json` prints every round, message and interval.", name="format")
 
 
+ReductionStrategy = StrEnum("ReductionStrategy", ["normal", "applicative", "value", "name"])
+"""Which redex the next step reduces."""
+
+
+@dataclass(frozen=True)
+class ReduceOptions(Printed):
+    """Reduce a term of the language for servers, step by step, with the next redex marked.
+
+    The term may use the library: S, K, I, B, C, true, false, pair, first, second, zero, succ, add, mul, pow, pred,
+    iszero, count. A file that ends in .lam holds a term as well.
+    """
+
+    term: str = argument(r"The term, such as `S(KS)K` or `(\x y. x + y) 1 2`; or a .lam file.", "TERM")
+    strategy: ReductionStrategy = option(
+        ReductionStrategy.normal,
+        "`normal`: leftmost outermost; `applicative`: leftmost innermost; `value`, `name`: call by value and by name, "
+        "which leave functions as they are.",
+    )
+    equal: str | None = option(None, "Compare with this term, up to names and reduction; exit code 1 if not equal.")
+    draw: Path | None = option(
+        None, "Draw the term and its result as trees to this .svg or .png file (.png needs matplotlib).", metavar="FILE"
+    )
+    budget: int = option(10_000, "Most steps.")
+
+
 @dataclass(frozen=True)
 class WatchOptions:
     """Serve a local web page of runs, live and finished; only this machine can reach it, with the printed address."""

@@ -1,8 +1,9 @@
-"""Any schedule, or a simulated run of servers or machines, as a picture and as a table (`offbeat draw`)."""
+"""Any schedule, simulated run or term of a program as a picture, and runs as tables (`offbeat draw`, `reduce`)."""
 
 from offbeat.draw._picture import MOST_LANES, picture
 from offbeat.draw._subject import Scenario, Subject, subject_of, timeline_of
 from offbeat.draw._tables import plain, port_rows, round_rows
+from offbeat.draw._terms import term_picture
 
 __all__ = [
     "MOST_LANES",
@@ -13,5 +14,6 @@ __all__ = [
     "port_rows",
     "round_rows",
     "subject_of",
+    "term_picture",
     "timeline_of",
 ]

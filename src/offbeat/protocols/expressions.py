@@ -2,7 +2,8 @@
 
 Strategies, stragglers, consistency rules and ways to divide data are written so. User-defined classes are written by
 where they are defined (`mine.py:Push(0.5)`), which Python cannot parse. So each such reference is overwritten by as
-many underscores before the text is parsed: positions stay true, and a reference is recognized by its position.
+many underscores before the text is parsed: positions stay true, and a reference is recognized by its position. Files
+of programs (`server(update=mine.lam)`) are overwritten likewise.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _REFERENCE: Final = re.compile(
             :(?P<cls>[A-Za-z_]\w*))""",
     re.VERBOSE | re.ASCII,
 )
+_FILE: Final = re.compile(r"""[=(,{]\s*+(?P<file>[^:+(){},='"\s][^:+(){},='"]*?\.lam)(?=\s*[,)}])""", re.ASCII)
 # Python itself would skip comments, join lines and fold letters into each other without a word.
 _FOREIGN: Final = re.compile(r"[^ -~]|[#\\]")
 
@@ -49,6 +51,7 @@ class ParsedText(Struct, frozen=True):
     references: Mapping[int, ClassReference]  # User-defined classes, by the column they start at.
     noun: str  # What the text describes.
     failure: type[UsageError]  # The error to raise where it is wrong.
+    files: tuple[str, ...] = ()  # Files of programs that it names.
 
     def reference_at(self, node: ast.expr) -> ClassReference | None:
         """The user-defined class at this node, if any."""
@@ -79,10 +82,14 @@ class ParsedText(Struct, frozen=True):
                 pass
         raise self.refused(node)
 
+    def written(self, node: ast.AST) -> str:
+        """The text of a node, in full."""
+        start, stop = _span(node)
+        return self.text[start:stop]
+
     def piece(self, node: ast.AST) -> str:
         """The text of a node."""
-        start, stop = _span(node)
-        return repr(_short(self.text[start:stop]))
+        return repr(_short(self.written(node)))
 
     def error(self, node: ast.AST, message: str) -> UsageError:
         """An error that shows where in the text it arose."""
@@ -106,12 +113,14 @@ def read(
     if not text:
         raise failure(f"The {noun} is empty, so it cannot be read. Write one such as {example}.")
     plain, references = _without_references(text)
+    files = tuple(match["file"] for match in _FILE.finditer(plain))
+    plain = _FILE.sub(lambda match: match[0].replace(match["file"], "_" * len(match["file"])), plain)
 
     def wrong(start: int, stop: int, message: str) -> UsageError:
         return failure(_pointed(text, start, stop, noun, message))
 
     _check_characters(text, plain, noun, wrong)
-    return ParsedText(text, _parsed(plain, noun, wrong), references, noun, failure)
+    return ParsedText(text, _parsed(plain, noun, wrong), references, noun, failure, files)
 
 
 Value = int | float | str  # An argument of a plain call: a number, or a name.

@@ -13,9 +13,9 @@ Tandon, Lei, Dimakis and Karampatziakis, "Gradient Coding: Avoiding Stragglers i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -28,6 +28,7 @@ from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies._base import Axis, Strategy, Traits
 from offbeat.strategies.servers.driver import ServerDriver
 from offbeat.strategies.servers.exchange import PushWorker, ServerExchanging, StepHere
+from offbeat.strategies.servers.update import ServerUpdate
 from offbeat.strategies.worker.exchange import Exchange
 
 
@@ -48,6 +49,8 @@ class Coded(ServerExchanging):
     """Number of servers that the parameters are divided over."""
     replicas: int = 0
     """Further copies of every shard: with one, any server may die and nothing is lost."""
+    update: ServerUpdate | Callable[..., object] | None = None
+    """What a server does with the gradient of a step, in place of the optimizer; see `server`."""
 
     promises = Traits(exact=True, elastic=True)
     examples = ("coded", "coded(s=2, shards=2)", "coded(code=cyclic)")
@@ -67,7 +70,12 @@ class Coded(ServerExchanging):
     @property
     def rule(self) -> Rule:
         """A step is decoded from the answers of all but `s` workers."""
-        return Rule(0, coded=self.s, cyclic=self.code == "cyclic")
+        return Rule(0, coded=self.s, cyclic=self.code == "cyclic", proves=self.program is not None)
+
+    @property
+    def program(self) -> ServerUpdate | None:
+        """What servers do with a step; None: as the optimizer does."""
+        return cast("ServerUpdate | None", self.update)
 
     def rhythm(self) -> RhythmOf:
         """Push and pull in every step."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from msgspec import structs
@@ -30,7 +30,9 @@ from offbeat.strategies._base import Setting, Traits, require
 from offbeat.strategies.servers.driver import PushQueue, ServerDriver
 from offbeat.strategies.servers.exchange import ServerExchanging, SnapshotPushWorker, StepHere
 from offbeat.strategies.servers.link import ServerLink
+from offbeat.strategies.servers.own_updates import OwnUpdates
 from offbeat.strategies.servers.parameter_row import ParameterRow, refuse_different_models
+from offbeat.strategies.servers.update import ServerUpdate
 from offbeat.strategies.servers.vector import Vector
 from offbeat.strategies.worker.exchange import Exchange
 
@@ -115,6 +117,11 @@ class Server(ServerExchanging):
     The parameters are cut into `shards`, each on its own server process that updates it with the user's own optimizer
     (any of torch's that treats every number by itself), and on `replicas` more that take over when it dies. Under ssp
     and asp every push is applied on arrival, with the learning rate divided by the number of workers.
+
+    With `update` servers run a program on a push instead of the optimizer: a function of the parameters, the gradient
+    and any state vectors, which begin as zeros, that returns the new ones. It knows the scalars lr, step, staleness and
+    workers, and the vector read, the parameters that the gradient was computed from. It is parsed and compiled, never
+    evaluated as Python. The optimizer must be plain SGD: of it only the learning rate, with its schedule, is used.
     """
 
     shards: int = 1
@@ -127,6 +134,8 @@ class Server(ServerExchanging):
     """Under ssp and asp: shorten a step by the staleness of its gradient."""
     delay_compensation: float = 0.0
     """Under ssp and asp: correct a gradient by this times its square times the parameters' change since."""
+    update: ServerUpdate | Callable[..., object] | None = None
+    """What a server does with a push, in place of the optimizer: new parameters and states from old ones."""
 
     carries = True
     point_to_point = True
@@ -136,6 +145,8 @@ class Server(ServerExchanging):
         "server(consistency=deadline(0.5))",
         "server(consistency=deadline(0.5)) + accumulate(4)",
         "server(shards=2, consistency=ssp(3)) + topk(0.05)",
+        "server(consistency=asp, update=delay_compensated(0.1))",
+        "server(update=lambda w, g, m: (w - lr * (0.9 * m + g), 0.9 * m + g))",
     )
 
     _ranges = (("delay_compensation", lambda factor: factor >= 0, "it is 0 or more"),)
@@ -147,6 +158,13 @@ class Server(ServerExchanging):
         for name in ("staleness_scaling", "delay_compensation"):
             value, why = getattr(self, name), f"under {self.consistency} no old gradient is applied: use ssp or asp"
             require(late or not value, self, name, value, why)
+            why = "the update says what is done with old gradients (by `staleness` and `read`)"
+            require(self.program is None or not value, self, name, value, why)
+
+    @property
+    def program(self) -> ServerUpdate | None:
+        """What servers do with a push; None: as the optimizer does."""
+        return cast("ServerUpdate | None", self.update)
 
     @property
     def traits(self) -> Traits:
@@ -164,8 +182,9 @@ class Server(ServerExchanging):
     @property
     def rule(self) -> Rule:
         """The consistency's; delay compensation also needs the parameters that a gradient was computed from."""
-        rule = rule_of(self.consistency)
-        return structs.replace(rule, remembers=self.delay_compensation > 0 and not rule.aggregated)
+        rule, program = rule_of(self.consistency), self.program
+        remembers = self.delay_compensation > 0 or (program is not None and program.program.uses_read)
+        return structs.replace(rule, remembers=remembers and not rule.aggregated, proves=program is not None)
 
     def rhythm(self) -> RhythmOf:
         """When workers read depends on how stale that may be."""
@@ -181,8 +200,15 @@ class ServerWorker(SnapshotPushWorker):
 
     def __init__(self, group: Group, stopwatch: Stopwatch, settings: Server) -> None:
         super().__init__(group, stopwatch, settings, settings.rhythm()(group.rank))
-        self.tolerance = {name: getattr(settings, name) for name in ("staleness_scaling", "delay_compensation")}
+        self.tolerance |= {name: getattr(settings, name) for name in ("staleness_scaling", "delay_compensation")}
+        self._own_updates: OwnUpdates | None = None
         self._totals: ServerTotals | None = None
+
+    def begin(self) -> None:
+        """Put the parameters on the servers; with an update, this worker's own steps are made by it, too."""
+        super().begin()
+        if self.update is not None and self.driver is not None and not self.link.rule.aggregated:
+            self._own_updates = OwnUpdates(self.driver.row, self.recipes)
 
     @property
     def aligned(self) -> bool:
@@ -215,8 +241,22 @@ class ServerWorker(SnapshotPushWorker):
         if not steps_here:
             return StepHere()
         # Read-my-writes: until values are pulled again, this worker's own updates are made here too.
-        optimizer = cast("Optimizer", self.optimizer)
-        return StepHere(own=True, afterwards=scale_rates(optimizer, 1 / len(self.group.membership.members)))
+        optimizer, workers = cast("Optimizer", self.optimizer), len(self.group.membership.members)
+        if self._own_updates is not None and slot is not None:
+            self._own_updates.step(queue.slots[slot], queue.absent[slot], queue.settings(), workers)
+            return StepHere()
+        return StepHere(own=True, afterwards=scale_rates(optimizer, 1 / workers))
+
+    def own_state(self, driver: ServerDriver) -> dict[str, Any]:
+        """Also the states of its own steps."""
+        own = {} if self._own_updates is None else {"own_updates": self._own_updates.state()}
+        return {**super().own_state(driver), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the shards' state, and that of its own steps; a replacement begins with new ones."""
+        super().load_state_dict(state)
+        if self._own_updates is not None and not self.link.group.membership.outside:
+            self._own_updates.load(state["own_updates"])
 
     def vector(self, counted: Callable[[], None]) -> Vector:
         """The parameters on the servers, once they are there."""
@@ -238,6 +278,11 @@ class ServerWorker(SnapshotPushWorker):
 
     def total(self, statistics: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Statistics summed on the servers: each worker pushes the change of its own."""
+        if self.update is not None:
+            raise StrategyError(
+                f"{self.strategy} has an update for gradients, and this task has none: servers sum its statistics, and "
+                f"the task's own `update` makes parameters of them. Leave `update` out."
+            )
         if self._totals is None:
             self._totals = ServerTotals(partial(added_up, self.link), statistics, self.link.shards)
             self.driver = self._totals.driver

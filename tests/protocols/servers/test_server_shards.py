@@ -71,7 +71,7 @@ def test_bsp_sums_a_step_by_weight_and_applies_it_once_over_the_total():
     numbered = Numbered(Rule(0), 2)
     assert kinds(numbered.push(0, 0, weight=3.0)) == [AccumulateGradient]
     last = numbered.push(1, 0, weight=1.0, settings=({"lr": 0.5},))
-    assert last.works[1:] == [Update(1, 1 / 4, ({"lr": 0.5},))]
+    assert last.works[1:] == [Update(1, 1 / 4, ({"lr": 0.5},), workers=2)]
     assert numbered.store.value == pytest.approx((3 * 6 + 1 * 9) / 4)
     assert (numbered.shard.version, numbered.shard.minimum) == (1, 1)
 
@@ -124,7 +124,7 @@ def test_microbatches_that_came_before_the_deadline_count_by_their_weight_and_th
     early = numbered.push(1, 0, weight=4.0, last=False, counts=True)
     assert not early.moved, "nobody has done the step, and its time is not over"
     closed = numbered.apply(StepDeadline(0))
-    assert closed.works == [Update(1, 1 / 10, ())]
+    assert closed.works == [Update(1, 1 / 10, (), workers=2)]
     assert numbered.store.value == pytest.approx((3 * 2 * 6 + 4 * 9) / 10)
     assert statuses(numbered.push(0, 0, weight=2.0)) == ["late"]
     assert statuses(numbered.push(1, 0, weight=4.0, last=False, counts=True)) == ["late"]
@@ -142,7 +142,7 @@ def test_a_deadline_completes_a_step_with_whatever_has_come():
     numbered = Numbered(Rule(0, deadline=1.0), 3)
     numbered.push(2, 0, weight=5.0)
     outcome = numbered.apply(StepDeadline(0))
-    assert outcome.works == [Update(1, 1 / 5, ())]
+    assert outcome.works == [Update(1, 1 / 5, (), workers=3)]
     assert not numbered.apply(StepDeadline(0)).moved, "the deadline of a step that is over does nothing"
     assert not numbered.apply(StepDeadline(1)).moved, "nothing has come yet"
     assert numbered.push(0, 1).moved, "an overdue step is complete with the first that comes"
@@ -180,7 +180,7 @@ def test_an_unfit_push_is_left_out_named_and_holds_nobody_up():
     outcome = numbered.push(1, 0, unfit="NaN")
     assert outcome.moved
     assert [(answer.status, answer.reason) for answer in outcome.answers] == [("refused", "NaN")]
-    assert outcome.works[-1] == Update(1, 1.0, ())
+    assert outcome.works[-1] == Update(1, 1.0, (), workers=2)
     assert numbered.shard.counts["refused"] == 1
 
 

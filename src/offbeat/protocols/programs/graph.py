@@ -156,6 +156,10 @@ class Graph:
     def _product(self, a: int, b: int) -> int:
         if self.is_vector(a) and self.is_vector(b):
             (a, s), (b, t) = self._parts(a), self._parts(b)
+            for factor, other in ((a, b), (b, a)):
+                if self.values[other].operation == "reciprocal":
+                    quotient = self.vector("div", factor, *self.values[other].arguments)
+                    return self.scaled(quotient, self.scalar("*", s, t))
             return self.scaled(self.vector("mul", *sorted((a, b))), self.scalar("*", s, t))
         return self.scaled(a, b) if self.is_vector(a) else self.scaled(b, a)
 

@@ -64,17 +64,17 @@ class _Printer:
 
     def write(self, term: Term, precedence: int, names: Sequence[str], path: Path | None) -> Call[None]:
         """Write a term, in brackets if it binds less tightly than the precedence; names are those of binders around."""
-        start = self.length
         inner = _precedence(term)
         if inner < precedence:
             self.put("(")
+        start = self.length
         # What lies off the way to the marked term need not know where it is.
         here = path if path is not None and self.path is not None and self.path[: len(path)] == path else None
         yield self.node(term, inner, tuple(names), here)
-        if inner < precedence:
-            self.put(")")
         if here is not None and here == self.path:
             self.span = (start, self.length)
+        if inner < precedence:
+            self.put(")")
 
     def node(self, term: Term, inner: int, names: tuple[str, ...], path: Path | None) -> Call[None]:
         def below(*steps: int) -> Path | None:

@@ -11,6 +11,7 @@ that returns the parameters only leaves its states as they are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -74,7 +75,7 @@ class Program:
         applied = apply(function, *(Variable(name) for name in names))
         uses_read = READ in names or READ in free_variables(term)
         vectors = (*own, READ) if uses_read else own
-        types: dict[str, Type] = dict.fromkeys(SCALARS, SCALAR) | dict.fromkeys(vectors, VECTOR)
+        types: Mapping[str, Type] = dict.fromkeys(SCALARS, SCALAR) | dict.fromkeys(vectors, VECTOR)
         _check_result(check(applied, types), own, term)
         return Program(term, own[2:], vectors, applied)
 
@@ -91,8 +92,8 @@ def _check_names(vectors: tuple[str, ...], names: list[str], term: Term) -> None
     known = next((name for name in vectors if name in (*SCALARS, READ)), None)
     if known is not None:
         raise ProgramError(
-            f"{known!r} is the name of what a server knows, but the first two arguments of a program are the parameters and the "
-            r"gradient: write `\w g. …`.",
+            f"{known!r} is the name of what a server knows, but the first two arguments of a program are the "
+            r"parameters and the gradient: write `\w g. …`.",
             term.at,
         )
     if len(vectors) - 2 > STATES:

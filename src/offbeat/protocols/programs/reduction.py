@@ -84,17 +84,18 @@ def _name(term: Term) -> Path | None:
     todo: list[tuple[Term, Path]] = [(term, ())]
     while todo:
         node, path = todo.pop()
+        steps_down = 0
+        while isinstance(node, Application) and not node.redex and node.operation is None:
+            node, steps_down = node.function, steps_down + 1
+        path += (0,) * steps_down
         if not node.weak:
             continue
         if node.redex:
             return path
         if isinstance(node, TupleTerm):
             todo.extend((child, (*path, number)) for number, child in reversed([*enumerate(node.children)]))
-        elif isinstance(node, Application) and node.operation is not None:
-            if not node.missing:
-                todo.extend(reversed(_strict(node, path)))
-        elif isinstance(node, Application):
-            todo.append((node.function, (*path, 0)))
+        elif isinstance(node, Application) and not node.missing:
+            todo.extend(reversed(_strict(node, path)))
     return None
 
 

@@ -174,7 +174,7 @@ def _finite(value: float, at: Position) -> float:
 
 
 def _refuse(node: ast.expr, at: Position) -> Never:
-    hints = {
+    hints: dict[type[ast.AST], str] = {
         ast.IfExp: "write `where(condition, yes, no)`",
         ast.BoolOp: "multiply comparisons for `and`; take their maximum for `or`",
         ast.Compare: "compare two values at a time",
@@ -187,12 +187,18 @@ def _refuse(node: ast.expr, at: Position) -> Never:
     raise ProgramError(f"A program cannot have this ({what}): {hint}.", at)
 
 
-def _forward(name: str) -> Callable[..., Any]:
-    return lambda a, b=None: _record(name, a) if OPERATIONS[name].arguments == 1 else _record(name, a, b)
+def _forward(name: str) -> Callable[..., Symbol]:
+    def record(*arguments: object) -> Symbol:
+        return _record(name, *arguments)
+
+    return record
 
 
-def _reflected(name: str) -> Callable[..., Any]:
-    return lambda a, b: _record(name, b, a)
+def _reflected(name: str) -> Callable[..., Symbol]:
+    def record(a: object, b: object) -> Symbol:
+        return _record(name, b, a)
+
+    return record
 
 
 def _refused(what: str) -> Callable[..., Any]:
@@ -220,7 +226,7 @@ class Symbol:
     __truediv__, __rtruediv__ = _forward("/"), _reflected("/")
     __pow__, __rpow__ = _forward("**"), _reflected("**")
     __lt__, __le__, __gt__, __ge__ = _forward("<"), _forward("<="), _forward(">"), _forward(">=")
-    __eq__, __ne__ = _forward("=="), _forward("!=")
+    __eq__, __ne__ = cast("Any", _forward("==")), cast("Any", _forward("!="))
     __neg__, __abs__ = _forward("neg"), _forward("abs")
     __hash__ = cast("Any", None)
     __bool__ = _refused("an `if`, `while`, `and`, `or`, `min` or `max` of Python")
@@ -273,9 +279,7 @@ def _recorded(value: object) -> Term:
 
 
 def _traced(name: str) -> Callable[..., Symbol]:
-    def record(*arguments: object) -> Symbol:
-        return _record(name, *arguments)
-
+    record = _forward(name)
     record.__doc__ = f"`{name}` of the language, in functions that are traced."
     return record
 

@@ -28,6 +28,7 @@ class Rule(Struct, frozen=True):
     coded: int = 0  # Workers that a step can do without, as others compute the same (gradient coding): nothing is lost.
     cyclic: bool = False  # Use the code that repeats parts cyclically.
     remembers: bool = False  # Replicas keep the values that gradients may still be computed from, to correct late ones.
+    proves: bool = False  # An update may fail, as a program's whose result is NaN: pushes are answered after it.
 
     def __post_init__(self) -> None:
         """Refuse invalid bounds, and dropping where no step is waited for."""

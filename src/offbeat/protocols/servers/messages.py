@@ -277,7 +277,14 @@ class PushRefused(Struct, frozen=True, tag=True):
     reason: str
 
 
-Entry = Push | PushRefused | Load | Enter | StepDeadline | Members
+class LoadRefused(Struct, frozen=True, tag=True):
+    """A state that cannot be restored: nothing changes."""
+
+    load: Load
+    reason: str
+
+
+Entry = Push | PushRefused | Load | LoadRefused | Enter | StepDeadline | Members
 """Entries of a shard's log. Replicas that have applied the same entries are equal."""
 
 

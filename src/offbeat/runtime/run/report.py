@@ -185,6 +185,8 @@ def served_in_words(result: Result) -> Iterator[tuple[str, str]]:
         pushes.update(shard["pushes"])
     stale = staleness_in_words(result.staleness)
     yield "servers", f"pushes {pushes_in_words(pushes)}{f'; {stale}' if stale else ''}"
+    if result.update:
+        yield "update", f"{result.update['program']} (in place of the optimizer's step)"
     if result.refusals:
         more = pushes["refused"] - 1
         yield "refused", result.refusals[0] + (f"; {more:,} more (refusals in run.json)" if more > 0 else "")

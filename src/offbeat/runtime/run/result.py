@@ -63,6 +63,8 @@ class Result:
     """Seconds that each worker present at the end waited for others, by rank."""
     refusals: list[str] = field(default_factory=list[str])
     """The first reasons why servers refused pushes, and whose they were."""
+    update: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The program that servers ran on pushes in place of the optimizer, its hash and its cost; see `server`."""
     servers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Each shard: pushes by outcome, staleness of reads, bytes by link."""
     hosts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])

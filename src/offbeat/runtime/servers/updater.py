@@ -17,16 +17,18 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from offbeat.errors import RunError
+from offbeat.errors import NonFiniteError, ProgramError, RunError
 from offbeat.protocols.compression import AnyFormat
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.messages import Settings
 from offbeat.protocols.servers.replica.works import AccumulateGradient, Update
 from offbeat.runtime.compression import Coder
 from offbeat.runtime.gradients.optimizers import ELEMENT_WISE
+from offbeat.runtime.servers.program_optimizer import ProgramOptimizer, accepted
 
 Ranges = Sequence[tuple[int, int]]
 ADD = "add"  # Instead of an optimizer: pushes are added to the values.
+PROGRAM = "program"  # Instead of an optimizer: the recipe's program says what is done with a push.
 _MOST_KEPT, _LEAST_KEPT = 1024, 64  # Most and fewest old versions kept for delay compensation of late gradients.
 _KEPT_BYTES = 256 * 1024**2  # Memory for old versions, beyond the fewest.
 
@@ -119,7 +121,9 @@ class GradientSum:
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """How a shard is updated; set once, by the worker that puts the first values there."""
 
-    optimizer: str  # Name of a torch optimizer, or `add`.
+    optimizer: str  # Name of a torch optimizer, `add`, or `program`.
+    program: str = ""  # Text of a program in the language for servers, and the hash of its plan.
+    program_hash: str = ""
     kind: str = "float32"
     ranges: tuple[tuple[tuple[int, int], ...], ...] = ()  # Ranges of the shard in each parameter group.
     pieces: tuple[tuple[tuple[int, int], ...], ...] = ()  # The same, split at parameter boundaries; empty: unknown.
@@ -154,32 +158,54 @@ class Updater:
                 members.append(member)
                 self._members.append((member, (low, high)))
             groups.append({"params": members, **settings})
-        if self._members:
+        if self._members and self.recipe.optimizer == PROGRAM:
+            self._optimizer = ProgramOptimizer(groups, accepted(self.recipe.program, self.recipe.program_hash)[0])
+        elif self._members:
             self._optimizer = cast("Any", ELEMENT_WISE[self.recipe.optimizer])(groups)
 
-    def update(self, work: Update, version: int) -> None:
-        """Take one step from the values of this version."""
+    def update(self, work: Update, version: int) -> str:
+        """Take one step from the values of this version; the result is why nothing has changed, or empty."""
         if self._optimizer is not None:
             for group, changed in zip(self._optimizer.param_groups, work.settings, strict=False):
                 group.update({name: value for name, value in changed.items() if name in group})
         if self.recipe.optimizer == ADD:
             self._add(work)
-            return
+            return ""
         rate, covered = self._prepare_gradient(work, version), self._sum.covered
         optimizer = self._optimizer
         if optimizer is None:
-            return  # No trained parameter in this shard.
-        if covered is not None:
-            optimizer = self._skip_missing(covered)
+            return ""  # No trained parameter in this shard.
+        if covered is not None and not (isinstance(optimizer, ProgramOptimizer) and optimizer.whole):
+            optimizer = self._skip_missing(covered)  # Otherwise missing gradients are zeros.
         rates = [group["lr"] for group in optimizer.param_groups]
         for group, own in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = own * rate
-        optimizer.step()
+        reason = self._step(optimizer, work)
         for group, own in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = own
         if covered is not None:
             for member, (low, high) in self._members:
                 member.grad = torch.from_numpy(self._sum.total[low:high])
+        return reason
+
+    def _step(self, optimizer: Optimizer, work: Update) -> str:
+        if not isinstance(optimizer, ProgramOptimizer):
+            optimizer.step()
+            return ""
+        optimizer.staleness, optimizer.workers = work.missed, work.workers
+        then = None if work.payload is None else self.kept.get(work.version - 1 - work.missed)
+        places = {id(member): place for member, place in self._members}
+
+        def read(parameter: Tensor) -> Tensor:
+            low, high = places[id(parameter)]
+            return parameter.detach() if then is None else torch.from_numpy(then[low:high])
+
+        optimizer.read = read
+        try:
+            optimizer.step()
+        except (NonFiniteError, ProgramError) as error:
+            return str(error)
+        return ""
 
     def _add(self, work: Update) -> None:
         if work.payload is None:

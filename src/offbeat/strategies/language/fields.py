@@ -10,11 +10,12 @@ import functools
 import inspect
 import keyword
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Final, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Final, Literal, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from offbeat.errors import StrategyError
 from offbeat.limits import BYTES
@@ -64,6 +65,23 @@ class Setting(TextValue):
     """A value with its own arguments, written as an argument of a strategy, such as `ssp(3)`."""
 
 
+class Notation(ABC):
+    """A value with a syntax of its own, instead of names, numbers and calls. It is written as `str` has it."""
+
+    syntax: ClassVar[str]
+    """How it is written, as shown to users."""
+
+    @classmethod
+    @abstractmethod
+    def read(cls, text: str) -> Self:
+        """The value that a text denotes; StrategyError if it denotes none."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, value: object) -> Self | None:
+        """A value made in Python as this one; None if it is nothing of the kind."""
+
+
 @dataclass(frozen=True)
 class Field:
     """One argument: its name, types and default."""
@@ -71,7 +89,7 @@ class Field:
     name: str
     """The keyword it is written with."""
     kinds: tuple[Any, ...]
-    """Its alternatives: int, float, bool, NoneType, a word, a StrEnum or a Setting."""
+    """Its alternatives: int, float, bool, NoneType, a word, a StrEnum, a Setting or a Notation."""
     default: Any
     """Its default; `dataclasses.MISSING` if it is required."""
     keyword_only: bool
@@ -91,6 +109,11 @@ class Field:
     def settings(self) -> dict[str, type[Setting]]:
         """The settings among its types, by name."""
         return {kind.name: kind for kind in self.kinds if _is_class(kind, Setting)}
+
+    @property
+    def notation(self) -> type[Notation] | None:
+        """The one among its types that has a syntax of its own."""
+        return next((kind for kind in self.kinds if _is_class(kind, Notation)), None)
 
     def convert(self, value: object, owner: str) -> object:
         """The value as this field stores it (25 as 25.0 for a float); other types are refused with a StrategyError."""
@@ -159,7 +182,7 @@ def spell_call(head: str, value: TextValue) -> str:
 
 def spell_value(value: object) -> str:
     """An argument as text: names unquoted, numbers as Python writes them."""
-    return str(value) if isinstance(value, (str, TextValue)) else repr(value)
+    return str(value) if isinstance(value, (str, TextValue, Notation)) else repr(value)
 
 
 def shown(value: object) -> str:
@@ -198,6 +221,8 @@ def _kinds(hint: object) -> list[Any]:
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return [kind for part in get_args(hint) for kind in _kinds(part)]
+    if origin is Callable or hint is Callable:
+        return []  # What a value with a syntax of its own may be made of.
     if origin is Literal:
         return [NoneType if value is None else value for value in get_args(hint)]
     return [hint]
@@ -206,7 +231,8 @@ def _kinds(hint: object) -> list[Any]:
 def _check_kind(kind: Any, where: str) -> None:
     if isinstance(kind, type):
         plain = kind in (int, float, bool, NoneType)
-        writable = plain or issubclass(kind, Setting) or (issubclass(kind, StrEnum) and all(map(is_word, kind)))
+        plain = plain or issubclass(kind, (Setting, Notation))
+        writable = plain or (issubclass(kind, StrEnum) and all(map(is_word, kind)))
     else:
         writable = (isinstance(kind, str) and is_word(kind)) or type(kind) in (int, bool)
     if not writable:
@@ -238,6 +264,9 @@ def _match(kind: Any, value: object) -> tuple[bool, object]:
     if issubclass(kind, StrEnum):
         matches = isinstance(value, str) and value in _words(kind)
         return matches, kind(value) if matches else value
+    if issubclass(kind, Notation):
+        made = value if isinstance(value, kind) else kind.of(value)
+        return made is not None, made
     # A setting's subclass is another setting, with a name that is not among this field's types.
     return type(value) is kind, value
 
@@ -247,6 +276,8 @@ def _spell_kind(kind: Any) -> str:
         return signature(kind)
     if _is_class(kind, StrEnum):
         return " | ".join(_words(kind))
+    if _is_class(kind, Notation):
+        return kind.syntax
     if kind is NoneType:
         return "None"
     return kind.__name__ if isinstance(kind, type) else str(kind)

@@ -45,6 +45,8 @@ def parse_built_in(text: str) -> Strategy:
     if source.references:
         reference = next(iter(source.references.values()))
         raise StrategyError(f"{reference.source}:{reference.cls} is not built into offbeat, and is not imported here.")
+    if source.files:
+        raise StrategyError(f"{source.files[0]} is a file of yours, and is not read here.")
     return parse(text, {cls.name: cls for cls in BUILT_IN})
 
 
@@ -204,6 +206,9 @@ class _Reader:
     def _value(self, node: ast.expr, field: Field, head: str) -> object:
         if isinstance(node, ast.Set):
             node = self.choices[node.col_offset]
+        if field.notation is not None and not isinstance(node, ast.Constant):
+            with self._at(node):
+                return field.notation.read(self.source.written(node))
         named = _called(node)
         if isinstance(named, ast.Name) and self.source.reference_at(named) is None:
             if named.id in field.settings:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from offbeat.errors import StrategyError
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.partition import mixed
 from offbeat.protocols.servers.messages import Settings
@@ -173,6 +174,10 @@ class PushQueue:
             settings = self._changed_settings()
         return PushRequest(parts, link.clock, weight, settings, then_pull=then_pull)
 
+    def settings(self) -> Settings:
+        """The current settings of the optimizer's groups."""
+        return () if self._optimizer is None else self._optimizer.now()
+
     def _changed_settings(self) -> Settings:
         return () if self._optimizer is None else self._optimizer.changed(self._link.rule.aggregated)
 
@@ -193,7 +198,7 @@ class PushQueue:
     def push_ranges(self, parts: Sequence[tuple[int, int, int, Bytes]]) -> int:
         """Push numbers for ranges of shards, as parts of the open step; returns the token."""
         # Each shard must get the settings with what it applies; where pushes are summed, at the end of the step.
-        settings = () if self._optimizer is None or self._link.rule.aggregated else self._optimizer.now()
+        settings = () if self._link.rule.aggregated else self.settings()
         ranges = [PushedRange(shard, Payload(part.nbytes, part), start, stop) for shard, start, stop, part in parts]
         return self._link.client.ask(PushRequest(ranges, self._link.clock, settings=settings, final=False)).token
 
@@ -311,7 +316,11 @@ class ServerDriver:
     def load(self, request: LoadRequest) -> None:
         """Put states on the servers, if this worker leads. Collective."""
         if self.link.leads:
-            self.link.client.answer(request, "putting the parameters on the servers")
+            replies = self.link.client.answer(request, "putting the parameters on the servers")
+            refused = [(shard, reply.reason) for shard, reply in replies if reply.status == "refused"]
+            if refused:
+                shard, reason = refused[0]
+                raise StrategyError(f"server {shard} cannot hold its shard: {reason}.")
         self.link.group.barrier("the parameters being on the servers")
 
     def refresh(self) -> None:

@@ -29,13 +29,14 @@ from offbeat.protocols.servers.worker.rhythm import Rhythm
 from offbeat.runtime.gradients.optimizers import ELEMENT_WISE, why_not
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
-from offbeat.runtime.servers.updater import settings_of
+from offbeat.runtime.servers.updater import Recipe, settings_of
 from offbeat.runtime.state.snapshots import SnapshotCut
 from offbeat.strategies._base import require
 from offbeat.strategies.servers.driver import CompressedPushes, PushQueue, ServerDriver
 from offbeat.strategies.servers.link import ServerLink, served
 from offbeat.strategies.servers.optimizer import Groups, ServerOptimizer
 from offbeat.strategies.servers.parameter_row import ParameterRow, refuse_different_models
+from offbeat.strategies.servers.update import ServerUpdate
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, averaged_buffers, refuse_closure
 
 
@@ -56,6 +57,13 @@ class ServerExchanging(Exchanging):
         count = shards * (1 + replicas)
         why = f"each of {count:,} servers would be a process of its own: at most {SERVERS} are started"
         require(count <= SERVERS, self, name, value, why)
+        why = "the update looks at the whole vector (norm, sum, …), and each shard has only a part of it"
+        require(shards == 1 or self.program is None or not self.program.whole, self, "shards", shards, why)
+
+    @property
+    def program(self) -> ServerUpdate | None:
+        """What servers do with a push; None: as the optimizer does."""
+        return None
 
     @property
     @abstractmethod
@@ -91,8 +99,11 @@ class PushWorker(Exchange):
         coordinated = served(group, strategy)
         super().__init__(coordinated.peers, stopwatch)
         self.strategy, self._rhythm = strategy, rhythm
-        self.tolerance: dict[str, Any] = {}
-        """How servers handle stale gradients, as fields of their recipe; by default they do nothing."""
+        self.update = strategy.program
+        self.tolerance: dict[str, Any] = {} if self.update is None else self.update.announced
+        """What servers do besides running an optimizer, as fields of their recipe; by default nothing."""
+        self.recipes: list[Recipe] = []
+        """How each shard is updated, once training has begun."""
         self.link = ServerLink(coordinated, stopwatch, strategy.rule)
         self.passed_over, self.figures = self.link.passed_over, self.link.record.figures
         self.optimizer: Optimizer | None = None
@@ -138,15 +149,24 @@ class PushWorker(Exchange):
         self._hook_steps(optimizer, self._before_step, self._after_step)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse optimizers that servers cannot run on a slice of the parameters."""
-        if why := why_not(type(optimizer), by_rate=not self.link.rule.aggregated):
+        """Refuse optimizers that servers cannot run on a slice of the parameters, or that an update would replace."""
+        if self.update is not None:
+            if reason := self.update.refuses_optimizer(optimizer):
+                raise StrategyError(
+                    f"{self.strategy} says what a push does to the parameters, so your optimizer takes no steps, and "
+                    f"would not do what it says: {reason}. Give torch.optim.SGD(parameters, lr=…) with nothing but a "
+                    f"learning rate, which reaches the update as `lr`; put the rest into the update."
+                )
+        elif why := why_not(type(optimizer), by_rate=not self.link.rule.aggregated):
             raise StrategyError(
                 f"servers cannot run {type(optimizer).__name__}: each has only a slice of the parameters, and {why}. "
                 f"Use one that treats every number by itself ({', '.join(ELEMENT_WISE)}), or allreduce."
             )
 
     def server_optimizer(self, optimizer: Optimizer) -> tuple[str, Groups]:
-        """The name of the optimizer that servers run, and the settings of its groups: by default the user's own."""
+        """The name of what servers run, and the settings of its groups: by default the user's own optimizer."""
+        if self.update is not None:
+            return self.update.groups(optimizer)
         return type(optimizer).__name__, settings_of(optimizer)
 
     def begin(self) -> None:
@@ -163,7 +183,8 @@ class PushWorker(Exchange):
         pushes = CompressedPushes(self.compressions, sizes, self.seed, self.group.rank) if self.compressions else None
         landing = torch.empty_like(row.values) if self.keeps_apart else row.values
         self.driver = ServerDriver(link, row, self._rhythm, PushQueue(link, row, optimizer, pushes), landing)
-        self.driver.put(optimizer.first_states(row, link.shards, self.compressions, self.seed))
+        self.recipes = optimizer.recipes(row, link.shards, self.compressions, self.seed)
+        self.driver.put(optimizer.first_states(row, self.recipes))
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -264,8 +285,9 @@ class PushWorker(Exchange):
         """Why pushes were refused, if any were; costs of compression, compared with dense pushes. Collective."""
         if self.driver is not None:
             self.driver.queue.settle_all()
-        refused = self.link.record.notes(self.link.group)
-        return refused if self.driver is None else {**refused, **self.driver.queue.compared()}
+        update = {} if self.update is None else {"update": self.update.account}
+        notes = {**update, **self.link.record.notes(self.link.group)}
+        return notes if self.driver is None else {**notes, **self.driver.queue.compared()}
 
 
 class SnapshotPushWorker(PushWorker):

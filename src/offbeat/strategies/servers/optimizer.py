@@ -70,10 +70,12 @@ class ServerOptimizer:
         self._sent = now
         return now
 
-    def first_states(
-        self, row: ParameterRow, shards: int, compressions: Sequence[Compressing], seed: int
-    ) -> list[NDArray[np.uint8]]:
+    def first_states(self, row: ParameterRow, recipes: Sequence[Recipe]) -> list[NDArray[np.uint8]]:
         """The initial state of each shard."""
+        return [first_of(self._optimizer, recipe, row, shard) for shard, recipe in enumerate(recipes)]
+
+    def recipes(self, row: ParameterRow, shards: int, compressions: Sequence[Compressing], seed: int) -> list[Recipe]:
+        """How each shard is updated."""
         formats = tuple(compression.format() for compression in compressions)
         if None in formats:
             raise StrategyError(
@@ -82,7 +84,7 @@ class ServerOptimizer:
             )
         groups = self._optimizer.param_groups
         name, settings = self._runs(self._optimizer)
-        recipes = [
+        return [
             Recipe(
                 optimizer=name,
                 kind=row.kind,
@@ -95,7 +97,6 @@ class ServerOptimizer:
             )
             for shard in range(shards)
         ]
-        return [first_of(self._optimizer, recipe, row, shard) for shard, recipe in enumerate(recipes)]
 
 
 def first_of(optimizer: Optimizer, recipe: Recipe, row: ParameterRow, shard: int) -> NDArray[np.uint8]:

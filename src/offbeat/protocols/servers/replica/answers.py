@@ -12,7 +12,15 @@ from offbeat.protocols.servers import messages as msg
 from offbeat.protocols.servers.messages import Load, Pull, PullReply, Push, PushReply, worker_name
 from offbeat.protocols.servers.replica.fencing import Fence
 from offbeat.protocols.servers.replica.shard import Shard
-from offbeat.protocols.servers.replica.works import Ask, EntryOutcome, Inspect, PushAnswer, ReadShard
+from offbeat.protocols.servers.replica.works import (
+    Ask,
+    EntryOutcome,
+    Inspect,
+    InspectState,
+    PushAnswer,
+    ReadShard,
+    UpdateProof,
+)
 from offbeat.protocols.servers.snapshots import ShardColour
 
 _Numbered = tuple[Push | Load, Payload]
@@ -59,21 +67,32 @@ class Admission:
             self._tokens += 1
             self._inspected[self._tokens] = following
             entry, numbers = following
-            look = Inspect(numbers, entry.worker)
+            look = InspectState(numbers)
             if isinstance(entry, Push):
                 look = Inspect(numbers, entry.worker, entry.start, entry.stop, entry.absent)
             out.start(look, ("inspect", self._tokens))
         self._expected[sender] = expected
         return True
 
-    def inspected(self, token: int, reason: str, step: int) -> tuple[Push | Load | msg.PushRefused, Payload] | None:
+    def inspected(self, token: int, reason: str, step: int) -> tuple[msg.Entry, Payload] | None:
         """The log entry for an inspected push; a reason says why its numbers are unusable."""
         push, payload = self._inspected.pop(token, (None, NOTHING))
         if reason and isinstance(push, Push):
-            if len(self.refusals) < MOST_REFUSALS:
-                self.refusals.append(Refusal(push.worker, step, reason))
+            self._note(push.worker, step, reason)
             return msg.PushRefused(push, reason), NOTHING
+        if reason and isinstance(push, Load):
+            return msg.LoadRefused(push, reason), NOTHING
         return None if push is None else (push, payload)
+
+    def failed(self, proof: UpdateProof, reason: str) -> None:
+        """An update has changed nothing: the pushes in it count as refused."""
+        self._shard.recount(proof)
+        for worker in dict.fromkeys(proof.senders):
+            self._note(worker, proof.step, reason)
+
+    def _note(self, worker: int, step: int, reason: str) -> None:
+        if len(self.refusals) < MOST_REFUSALS:
+            self.refusals.append(Refusal(worker, step, reason))
 
 
 class _Reading(Struct):

@@ -21,7 +21,7 @@ from offbeat.protocols.servers.replica.answers import Admission, Answers
 from offbeat.protocols.servers.replica.fencing import Fence
 from offbeat.protocols.servers.replica.replication import Follower, Renewal, Replication
 from offbeat.protocols.servers.replica.shard import Shard
-from offbeat.protocols.servers.replica.works import InspectPayload, PushAnswer
+from offbeat.protocols.servers.replica.works import EntryOutcome, InspectPayload, PushAnswer, UpdateProof
 from offbeat.protocols.servers.snapshots import ShardColour
 
 TICK = "tick"
@@ -53,6 +53,7 @@ class ServerMachine:
         self._renewal = Renewal(shard)
         self._enrolled = view.members_of(shard)
         self._timed_step = -1
+        self._unproven: dict[int, EntryOutcome] = {}  # Outcomes with updates that may still fail, by their versions.
         self._out = Effects()
 
     @property
@@ -88,6 +89,8 @@ class ServerMachine:
                 entry = self.admission.inspected(number, reason, self.shard.minimum)
                 if entry is not None and self.serving:
                     self._append(*entry, now)
+            case Done(UpdateProof() as proof, reason):
+                self._proved(proof, reason)
             case Done(("read", int(number)), payload):
                 self._answers.hand_out(number, payload, out)
             case Done(("look", msg.Trial() as trial)):
@@ -199,11 +202,25 @@ class ServerMachine:
                 self.admission.forget()  # Pushes may continue under other numbers.
             if self._colour.recording:
                 self._colour.record(entry, payload, self._out)
-            self._answers.tell(outcome, self._out)
+            self._unproven |= {proof.version: outcome for proof in outcome.unproven}
+            if not outcome.unproven:
+                self._answers.tell(outcome, self._out)
             self._watch_the_time()
         self._take_state(now)
         if unsettled and self.replication.settled:
             self._open_stash(now)
+
+    def _proved(self, proof: UpdateProof, reason: str) -> None:
+        """An update was made, or has failed for a reason: answer what waits for it, if this is its last one."""
+        outcome = self._unproven.pop(proof.version, None)
+        if reason:
+            self.admission.failed(proof, reason)
+        if outcome is None:
+            return  # A backup's.
+        if reason:
+            outcome.refuse(f"{proof}: {reason}")
+        if proof == outcome.unproven[-1]:
+            self._answers.tell(outcome, self._out)
 
     def _take_state(self, now: float) -> None:
         """Between two steps, when all backups hold what is applied, take the state for the novice."""

@@ -30,7 +30,15 @@ from offbeat.protocols.servers import messages as msg
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import Load, Pull, Push, ShardState
 from offbeat.protocols.servers.pacing import Pacing
-from offbeat.protocols.servers.replica.works import AccumulateGradient, Ask, EntryOutcome, PushAnswer, Restore, Update
+from offbeat.protocols.servers.replica.works import (
+    AccumulateGradient,
+    Ask,
+    EntryOutcome,
+    PushAnswer,
+    Restore,
+    Update,
+    UpdateProof,
+)
 
 
 class PushedGradient(NamedTuple):
@@ -49,6 +57,7 @@ class StepSum:
         self._rule, self._pacing = rule, pacing
         self._held: dict[int, list[PushedGradient]] = {}
         self._weight = 0.0
+        self._senders: tuple[int, ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -57,7 +66,7 @@ class StepSum:
 
     def clear(self, held: bool) -> None:
         """Drop the sum, and what is held too if `held`."""
-        self._weight = 0.0
+        self._weight, self._senders = 0.0, ()
         if held:
             self._held.clear()
 
@@ -99,18 +108,20 @@ class StepSum:
             outcome.settle(push, part.payload, "refused" if unfit else "applied", unfit)
         if not unfit:
             self._weight += weight
+            self._senders += (last.worker,) * len(parts)
             self._pacing.contribute(last.worker)
         self.settings = last.settings or self.settings  # Sent once, maybe with numbers that are unusable.
 
-    def close(self, outcome: EntryOutcome) -> float:
-        """Complete the open step and go on to the next; returns the weight of its sum."""
+    def close(self, outcome: EntryOutcome) -> tuple[float, tuple[int, ...]]:
+        """Complete the open step and go on to the next; returns the weight of its sum, and each push's sender."""
         if self._rule.coded:
             self._combine(outcome)
             if self._rule.cyclic and self._weight:
                 self._weight = 1.0  # Answers are shares of the mean over all examples; coefficients are not.
-        weight, self._weight = self._weight, 0.0
+        weight, senders = self._weight, self._senders
+        self._weight, self._senders = 0.0, ()
         self._pacing.close()
-        return weight
+        return weight, senders
 
     def give_up_on_the_slow(self, outcome: EntryOutcome) -> None:
         """Answer parts held for steps that were completed without them as late."""
@@ -253,6 +264,9 @@ class Shard:
                 if self._is_new(push, payload, outcome):
                     take = self._sum.collect if self.rule.aggregated else self._apply_alone
                     take(PushedGradient(push, payload, unfit), outcome)
+            case msg.LoadRefused():
+                if self._is_new(entry.load, payload, outcome):
+                    outcome.settle(entry.load, payload, "refused", entry.reason)
             case Load():
                 self._load(entry, payload, outcome)
             case msg.Enter():
@@ -262,14 +276,21 @@ class Shard:
             case msg.Members():
                 self._change(entry.view, outcome)
         while self.pacing.is_complete():
-            if (weight := self._sum.close(outcome)) > 0:
+            step = self.pacing.completed
+            weight, senders = self._sum.close(outcome)
+            if weight > 0:
                 self.version += 1
-                outcome.works.append(Update(self.version, 1 / weight, self._sum.settings))
+                workers = len(self.pacing.clocks)
+                outcome.works.append(Update(self.version, 1 / weight, self._sum.settings, workers=workers))
+                self._expect(UpdateProof(self.version, step, senders), outcome)
             self._sum.give_up_on_the_slow(outcome)
         outcome.moved = self.minimum > before
         self.counts.update(outcome.statuses)
         if out is not None:
-            out.done += [Start(work) for work in outcome.works]
+            proofs = {proof.version: proof for proof in outcome.unproven}
+            out.done += [
+                Start(work, proofs.get(work.version) if isinstance(work, Update) else None) for work in outcome.works
+            ]
         self._release(outcome)
         return outcome
 
@@ -310,11 +331,22 @@ class Shard:
             oldest = self._oldest() if self.rule.remembers else None
             self._origins[push.worker] = min(push.version, self.version)
             self.version += 1
-            scale, gradient_of = 1 / len(self.pacing.clocks), (payload, missed, push.absent, oldest)
-            outcome.works.append(Update(self.version, scale, push.settings, push.start, push.stop, *gradient_of))
+            workers = len(self.pacing.clocks)
+            gradient_of = (push.start, push.stop, payload, missed, push.absent, oldest, workers)
+            outcome.works.append(Update(self.version, 1 / workers, push.settings, *gradient_of))
+            self._expect(UpdateProof(self.version, push.clock, (push.worker,)), outcome)
         outcome.settle(push, payload, "refused" if unfit else "applied", unfit)
         if push.last:
             self.pacing.finish(push.worker, push.clock + 1)
+
+    def _expect(self, proof: UpdateProof, outcome: EntryOutcome) -> None:
+        if self.rule.proves:
+            outcome.unproven.append(proof)
+
+    def recount(self, proof: UpdateProof) -> None:
+        """An update has failed: its pushes were not applied."""
+        self.counts["applied"] -= len(proof.senders)
+        self.counts["refused"] += len(proof.senders)
 
     def _oldest(self) -> int:
         """The oldest version that a coming gradient may be computed from; 0 for workers that have not pushed yet."""

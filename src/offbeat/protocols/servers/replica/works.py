@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.messages import Fetch, Load, Pull, Push, Settings, Status
@@ -32,6 +32,20 @@ class Update(Struct, frozen=True):
     missed: int = 0  # Updates since the values that the gradient was computed from were read.
     absent: tuple[tuple[int, int], ...] = ()  # Ranges of the shard that the gradient does not have.
     oldest: int | None = None  # Keep values from before this update, from this version on; None: keep none.
+    workers: int = 1  # Members whose pushes the shard waits for, or takes.
+
+
+class UpdateProof(Struct, frozen=True):
+    """Token of an update that may fail; its result is the reason why it changed nothing, or empty."""
+
+    version: int
+    step: int
+    senders: tuple[int, ...]  # The worker of each push that is in it.
+
+    def __str__(self) -> str:
+        """Whose step it is: `step 3`, or `step 3 of workers 0, 1`."""
+        workers = sorted(set(self.senders))
+        return f"step {self.step}" + (f" of workers {', '.join(map(str, workers))}" if len(workers) > 1 else "")
 
 
 class Discard(Struct, frozen=True):
@@ -71,6 +85,7 @@ class EntryOutcome(Struct):
     due: list[Ask] = []  # Reads that waited for this.
     moved: bool = False  # More steps are complete than before.
     statuses: list[Status] = []  # Results of pushes.
+    unproven: list[UpdateProof] = []  # Its updates that may fail; what they answer must wait for them.
 
     def settle(self, push: Push | Load, payload: Payload, status: Status, reason: str = "") -> None:
         """Answer a push; unless it was applied, discard it."""
@@ -81,6 +96,13 @@ class EntryOutcome(Struct):
         if status != "applied" and payload.nbytes:
             self.works.append(Discard(payload))
         self.answers.append(PushAnswer(push.worker, push.life, push.number, status, reason, then_pull, step))
+
+    def refuse(self, reason: str) -> None:
+        """Answer that what was to be applied was refused."""
+        self.answers = [
+            structs.replace(answer, status="refused", reason=reason) if answer.status == "applied" else answer
+            for answer in self.answers
+        ]
 
 
 class Inspect(Struct, frozen=True):
@@ -107,6 +129,12 @@ class ReadShard(Struct, frozen=True):
 
 class Release(Struct, frozen=True):
     """The reader of a state has it, or no longer needs it: free its memory."""
+
+    payload: Payload
+
+
+class InspectState(Struct, frozen=True):
+    """Check whether a state can be restored. The result is the reason why not, or empty."""
 
     payload: Payload
 
