@@ -272,8 +272,8 @@ class FederatedWorker(Exchange):
         self._traffic = 0
         self.latest: dict[str, float] = {}
         """Figures of the aggregation at the latest report."""
-        self.rounds: dict[str, int] = {}
-        """What is counted over the rounds so far, such as updates, late and dropped clients."""
+        self.rounds: dict[str, float] = {}
+        """What is counted over the rounds so far, such as updates, late and dropped clients; and simulated seconds."""
 
     def install(self, model: nn.Module) -> None:
         """Refuse a loop of the user's own."""
