@@ -125,7 +125,9 @@ class SecureWorld:
         random = np.random.default_rng(self.seed)
         encoding = self.plan.encoding
         self.updates = {
-            client: encoding.encode(random.normal(size=encoding.length), int(random.integers(encoding.examples)) + 1, client)
+            client: encoding.encode(
+                random.normal(size=encoding.length), int(random.integers(encoding.examples)) + 1, client
+            )
             for client in numbers
         }
         self.clients = {

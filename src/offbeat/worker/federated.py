@@ -196,6 +196,7 @@ class Rounds:
             team.reports.last_loss = sums.loss
         if team.group.membership.leads:
             self._traffic.count(outcome.bytes_down + outcome.bytes_up)
+            self._traffic.rounds = {**counts, "simulated_seconds": outcome.ended}
         self._log.write(outcome, sums.updates, refused)
         self._hopeless = self._hopeless + 1 if refused and not sums.updates else 0
         if self._hopeless == HOPELESS:

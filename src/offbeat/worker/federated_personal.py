@@ -106,10 +106,10 @@ class PersonalModels:
             return 0.0, 0.0, 0.0
         held = Subset(self._examples.data, self._examples.held.part(client).tolist())
         score = Scorer(self._learner.task, self._flat.module, self._team, held).here
-        self._flat.values.copy_(base)
+        self._flat.load(base)
         before = score(held)
         if self._setting.trains_in_rounds and own is not None:
-            self._flat.values.copy_(own)
+            self._flat.load(own)
         else:
             visit = Visit(client, last, self._examples.train.part(client))
             self._train(visit, base, ClientSide(self._flat))

@@ -6,15 +6,20 @@ import csv
 import io
 import json
 import math
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from offbeat.errors import StrategyError
+from offbeat.league._contestants import EntryReason
 from offbeat.league._league import HOSTS_FILE, League
 from offbeat.league._rows import LeagueRow
 from offbeat.league._settings import LeagueSettings
 from offbeat.runtime.run.report import kinds_in_words
 from offbeat.runtime.run.stopwatch import BUBBLE, KINDS
 from offbeat.statistics import Spread
+from offbeat.strategies import combined, parse_built_in
+from offbeat.strategies.federated.strategy import Federated
 
 NEVER = "missed"
 NONE = "-"
@@ -23,7 +28,7 @@ WIDTH = 100
 _SPREADS = ("time", "relative", "speedup")
 _PLAIN = (
     *("steps", "step_seconds", "samples", "bytes_sent", "kernel_bytes"),
-    *("core_seconds", "startup_seconds", "score", "test_score", "epsilon"),
+    *("core_seconds", "startup_seconds", "score", "test_score", "epsilon", "client_seconds"),
 )
 
 
@@ -203,10 +208,31 @@ def fine_print(league: League) -> list[str]:
     if gaps:
         steps, apart = (_range([gap[i] for gap in gaps], form) for i, form in enumerate((".0f", ".2f")))
         notes.append(f"Evaluated every {steps} steps, {apart} s apart: a time to target is no finer.")
+    notes += [note for row in league.rows for note in _of_rounds(row, league.rows)]
     startups = [row.startup_seconds for row in league.rows if row.startup_seconds is not None]
     if startups:
         notes.append(f"Start-up is not counted: {min(startups):.2f} to {max(startups):.2f} s a run.")
     return notes
+
+
+def _of_rounds(row: LeagueRow, rows: Sequence[LeagueRow]) -> Iterator[str]:
+    """What the figures of a federated contestant are about: rounds, clients and their links."""
+    try:
+        exchange = combined(parse_built_in(row.strategy)).exchange
+    except StrategyError:  # A user-defined strategy: reading a comparison must not run the code that its file names.
+        return
+    if not isinstance(exchange, Federated) or row.samples is None:
+        return
+    base = next((other for other in rows if other.part is EntryReason.baseline and other.samples), None)
+    against = "" if base is None else f" against {base.samples:,.0f} of {base.name} in {base.steps:,.0f} steps"
+    yield (
+        f"{row.name}: a step is a round of about {exchange.plan().needed:,} clients, {row.samples:,.0f} examples in "
+        f"{row.steps:,.0f} rounds{against}; sent is what clients and server would send each other; seconds are those "
+        f"of the workers, which simulate the clients."
+    )
+    if exchange.speeds is not None and row.client_seconds is not None:
+        until = "to the target" if row.reached > row.runs / 2 else "until its end"
+        yield f"{row.name}: in the clients' own, simulated time it took {row.client_seconds:,.4g} s {until}."
 
 
 def _range(values: list[float], form: str) -> str:

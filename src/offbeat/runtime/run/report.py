@@ -95,10 +95,11 @@ def federated_in_words(counts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What clients and server would have sent, and which updates counted."""
     up, down = amount(counts["bytes_up"]), amount(counts["bytes_down"])
     yield "clients would send", f"{up} to the server and receive {down}; workers simulate them"
-    lost = [f"{counts[name]:,} {name}" for name in ("late", "dropped", "refused") if counts[name]]
     failed = f"; {counts['failed_rounds']:,} rounds without an update" if counts["failed_rounds"] else ""
-    updates = ", ".join([f"{counts['updates']:,} counted", *lost])
-    yield "clients' updates", f"{updates} in {counts['rounds']:,} rounds of {counts['clients']:,} clients{failed}"
+    yield (
+        "clients' updates",
+        f"{updates_in_words(counts)} in {counts['rounds']:,} rounds of {counts['clients']:,} clients{failed}",
+    )
     if privacy := counts.get("privacy"):
         spent = f"epsilon {counts['epsilon']:.3g} at delta {privacy['delta']:g} spent in {privacy['rounds']:,} rounds"
         yield "privacy", f"{spent}; noise {privacy['noise']:g} times the clipping bound of {privacy['clip']:g}"
@@ -106,6 +107,12 @@ def federated_in_words(counts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "stopped early", counts["stopped"]
     if counts.get("personal"):
         yield "personal models", personal_in_words(counts["personal"])
+
+
+def updates_in_words(counts: Mapping[str, int]) -> str:
+    """`120 counted, 3 late`: what became of the updates of a federated run; empty if there is none."""
+    lost = [f"{counts[name]:,} {name}" for name in ("late", "dropped", "refused") if counts.get(name)]
+    return ", ".join([f"{counts['updates']:,} counted", *lost]) if counts else ""
 
 
 def personal_in_words(personal: Mapping[str, Any]) -> str:

@@ -308,6 +308,8 @@ class FederatedWorker(Exchange):
         self._traffic = 0
         self.latest: dict[str, float] = {}
         """Figures of the aggregation at the latest report."""
+        self.rounds: dict[str, float] = {}
+        """What is counted over the rounds so far, such as updates, late and dropped clients; and simulated seconds."""
 
     def install(self, model: nn.Module) -> None:
         """Refuse a loop of the user's own."""
@@ -332,8 +334,8 @@ class FederatedWorker(Exchange):
         return self._traffic - self.group.bytes_sent
 
     def figures(self) -> dict[str, Any]:
-        """What the aggregation says, such as the privacy spent."""
-        return dict(self.latest)
+        """What became of the clients' updates, and what the aggregation says, such as the privacy spent."""
+        return {**({"rounds": dict(self.rounds)} if self.rounds else {}), **self.latest}
 
     def state_dict(self) -> dict[str, Any]:
         """The count."""
