@@ -8,7 +8,8 @@ import pytest
 from federated_tasks import Means, Owners
 
 from offbeat.errors import StrategyError, UsageError
-from offbeat.run.drive import fit
+from offbeat.run.drive import Result, fit
+from offbeat.runtime.run.report import report_lines
 from offbeat.strategies import Combined, combined, parse
 from offbeat.strategies.federated.strategy import Federated
 
@@ -109,3 +110,14 @@ def test_more_threads_than_one_are_refused(tmp_path: Path) -> None:
 def test_the_sum_alone_is_itself() -> None:
     assert isinstance(combined(parse("federated")), Combined)
     assert str(combined(parse("federated"))) == "federated"
+
+
+def test_a_report_says_what_clients_would_send_instead_of_what_workers_sent() -> None:
+    counts = {"rounds": 3, "updates": 25, "late": 2, "dropped": 0, "refused": 1, "failed_rounds": 1, "clients": 20}
+    result = Result("federated", 2, "mine", Path(), federated=counts | {"bytes_up": 1_500_000, "bytes_down": 3_000_000})
+    lines = report_lines(result)
+    assert not [line for line in lines if line.strip().startswith("sent ")]
+    (sent,) = [line for line in lines if "clients would send" in line]
+    assert "1.5 MB to the server and receive 3 MB" in sent.replace("3.0 MB", "3 MB")
+    (updates,) = [line for line in lines if "clients' updates" in line]
+    assert "25 counted, 2 late, 1 refused in 3 rounds of 20 clients; without an update: 1" in updates

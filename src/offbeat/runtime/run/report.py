@@ -95,7 +95,7 @@ def federated_in_words(counts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What clients and server would have sent, and which updates counted."""
     up, down = amount(counts["bytes_up"]), amount(counts["bytes_down"])
     yield "clients would send", f"{up} to the server and receive {down}; workers simulate them"
-    failed = f"; {counts['failed_rounds']:,} rounds without an update" if counts["failed_rounds"] else ""
+    failed = f"; without an update: {counts['failed_rounds']:,}" if counts["failed_rounds"] else ""
     yield (
         "clients' updates",
         f"{updates_in_words(counts)} in {counts['rounds']:,} rounds of {counts['clients']:,} clients{failed}",
