@@ -4,9 +4,11 @@ from offbeat.simulate.federated.rounds import (
     ClientTimes,
     Flight,
     Participant,
+    RoundClosing,
     RoundOutcome,
     RoundProgress,
     VirtualRounds,
+    close,
     staleness_factor,
 )
 
@@ -14,8 +16,10 @@ __all__ = [
     "ClientTimes",
     "Flight",
     "Participant",
+    "RoundClosing",
     "RoundOutcome",
     "RoundProgress",
     "VirtualRounds",
+    "close",
     "staleness_factor",
 ]
