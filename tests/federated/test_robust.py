@@ -222,6 +222,20 @@ def test_a_bound_goes_with_stale_updates() -> None:
     assert result["federated"]["updates"] == 15
 
 
+def test_with_secure_aggregation_clients_bound_their_own_updates() -> None:
+    scores = {
+        bound: federated_run(
+            Clusters(), f"federated(clients=20, fraction=0.5, secure=True, robust=normbound({bound}))", 6
+        )["score"]
+        for bound in (0.001, 10.0)
+    }
+    plain = federated_run(Clusters(), "federated(clients=20, fraction=0.5, robust=normbound(0.001))", 6)["score"]
+    assert scores[0.001] == pytest.approx(plain, abs=0.02)
+    assert scores[0.001] < 0.5 < 0.85 < scores[10.0]
+    with pytest.raises(StrategyError, match="Use normbound"):
+        parse("federated(secure=True, robust=median)")
+
+
 def test_a_round_with_too_few_updates_for_the_rule_fails_and_is_counted() -> None:
     result = federated_run(Clusters(), "federated(clients=20, fraction=0.35, robust=krum(2), dropout=0.3)", 10)
     assert 0 < result["federated"]["failed_rounds"] <= 10

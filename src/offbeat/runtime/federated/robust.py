@@ -11,7 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offbeat.runtime.federated.aggregation import AddUp, Aggregation, ClientUpdate, ExactMean, Selected, UpdateLayout
+from offbeat.runtime.federated.aggregation import (
+    AddUp,
+    Aggregation,
+    ClientUpdate,
+    ExactMean,
+    Selected,
+    UpdateFilter,
+    UpdateLayout,
+)
+from offbeat.runtime.federated.client_state import ClientState
 from offbeat.runtime.federated.exact_sum import LARGEST, ExactSum
 from offbeat.runtime.federated.robust_rules import bounded, nearest, products
 
@@ -171,6 +180,18 @@ class KrumAggregation(RowAggregation):
             for place in places:
                 total += rows[index[place]]
             self._mean[columns] = total.div_(len(places)).to(self._layout.dtype)
+
+
+class BoundFilter(UpdateFilter):
+    """Bounds an update at the client, where the server sees only sums: a client that lies leaves it out."""
+
+    def __init__(self, bound: float) -> None:
+        self._bound = bound
+
+    def apply(self, update: Tensor, client: int, number: int, state: ClientState | None) -> Tensor:
+        """Scale an update down, if it is longer."""
+        del client, number, state
+        return bounded(update, self._bound)
 
 
 class BoundedMean(ExactMean):

@@ -10,8 +10,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from offbeat.errors import StrategyError
-from offbeat.runtime.federated.aggregation import Aggregation, UpdateLayout
-from offbeat.runtime.federated.robust import BoundedMean, ColumnAggregation, KrumAggregation
+from offbeat.runtime.federated.aggregation import Aggregation, UpdateFilter, UpdateLayout
+from offbeat.runtime.federated.robust import BoundedMean, BoundFilter, ColumnAggregation, KrumAggregation
 from offbeat.runtime.federated.robust_rules import between, middle
 from offbeat.strategies._base import Setting
 
@@ -38,6 +38,10 @@ class RobustRule(Setting):
 
     def _why(self) -> str:
         return ""
+
+    def secret_filters(self) -> tuple[UpdateFilter, ...]:
+        """What each client does to its own update, where the server sees only sums."""
+        return ()
 
     @abstractmethod
     def aggregation(self, layout: UpdateLayout) -> Aggregation:
@@ -133,6 +137,10 @@ class NormBound(RobustRule):
     def fewest(self) -> int:
         """One: each update is bounded by itself."""
         return 1
+
+    def secret_filters(self) -> tuple[UpdateFilter, ...]:
+        """The bound, kept by the client."""
+        return (BoundFilter(self.bound),)
 
     def aggregation(self, layout: UpdateLayout) -> Aggregation:
         """The exact mean of bounded updates."""

@@ -206,7 +206,11 @@ class Federated(Exchanging):
                 self.algorithm if self.algorithm.sends_more else None,
                 "control variates have no bound by which they could become integers. Use fedavg or fedprox",
             ),
-            ("robust", self.robust, "the server cannot see which update is unlike the others. Omit one of them"),
+            (
+                "robust",
+                self.robust if self.robust is not None and self.robust.needs_single_updates else None,
+                "the server cannot see which update is unlike the others. Use normbound, or omit one of them",
+            ),
             ("privacy", self.privacy, "its noise is added to a sum of updates that the server has clipped. Omit one"),
         )
         for name, value, why in refused:

@@ -75,8 +75,9 @@ def layout_of(strategy: Combined, model: FlatModel) -> UpdateLayout:
 
 def update_filters(strategy: Combined, layout: UpdateLayout, seed: int) -> tuple[UpdateFilter, ...]:
     """The filters of a client, in the order in which they are applied."""
-    compressions = cast("tuple[Compressing, ...]", strategy.compressions)
-    return (CompressFilter(compressions, layout, seed),) if compressions else ()
+    compressions, rules = cast("tuple[Compressing, ...]", strategy.compressions), rules_of(strategy)
+    own = rules.robust.secret_filters() if rules.secure and rules.robust is not None else ()
+    return (*own, CompressFilter(compressions, layout, seed)) if compressions else own
 
 
 def aggregation(strategy: Combined, layout: UpdateLayout, seed: int) -> Aggregation:
