@@ -14,7 +14,7 @@ PARTIES = {"north": (0, 1, 2, 3), "east": (4, 5, 6), "south": (7, 8, 9)}
 """The digits that each party has images of."""
 
 
-def main(folder: Path) -> None:
+def make_folders(folder: Path) -> None:
     """Give each party the images of its digits."""
     images, labels = Digits().data().train[:]
     for name, digits in PARTIES.items():
@@ -25,4 +25,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    make_folders(Path(sys.argv[1]))

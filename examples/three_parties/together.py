@@ -1,11 +1,10 @@
 """Three parties learn one model, each a process that reads only its own folder, with a server that has no data.
 
-    python examples/three_parties/make_folders.py parties
     python examples/three_parties/together.py parties
 
-It runs the two commands of docs/federated-deployment.md: `offbeat federated serve` once, and `offbeat federated join`
-for each party. Then it does so again for one round of one local step on all data of each party, and shows that the mean
-of the three models is that of one step of gradient descent on all data.
+It writes a folder for each party, and runs the commands of docs/federated-deployment.md: `offbeat federated serve`
+once, and `offbeat federated join` for each party. Then it does so again for one round of one local step on all data of
+each party, and shows that the mean of the three models is that of one step of gradient descent on all data.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from make_folders import PARTIES
+from make_folders import PARTIES, make_folders
 from safetensors.torch import load_file
 from task import PrivateDigits, party
 from torch import Tensor, nn
@@ -107,6 +106,7 @@ def one_step(parties: Iterable[tuple[Tensor, Tensor]]) -> nn.Module:
 
 def main(parties: Path) -> None:
     """Learn together, and compare."""
+    make_folders(parties)
     everything = [party(parties / name) for name in PARTIES]
     images, labels = (torch.cat(tensors) for tensors in zip(*everything, strict=True))
     with tempfile.TemporaryDirectory() as folder:

@@ -17,18 +17,19 @@ from offbeat.protocols.federated.messages import (
     DeployedRound,
     Examine,
     Goodbye,
-    Join,
+    JoinRequest,
     KeepFinal,
     Prepare,
     RoundClosed,
     RoundTask,
     Train,
     Trained,
-    Update,
+    UpdateSent,
 )
 from offbeat.protocols.federated.plan import RoundPlan
 from offbeat.protocols.federated.round_client import RoundClient
-from offbeat.protocols.federated.round_server import RoundServer, ServerState
+from offbeat.protocols.federated.round_keeper import FederationState
+from offbeat.protocols.federated.round_server import RoundServer
 from offbeat.protocols.machine import Done, Effect, Event, Payload, Received, Send, SetTimer, Start, Timer
 
 MODEL_BYTES = 8
@@ -40,7 +41,7 @@ class WorkingClient:
 
     def __init__(self, client: int, examples: int, seconds: Callable[[RoundTask], tuple[float, float]]) -> None:
         self.name = f"client {client}"
-        self.inner = RoundClient(self.name, Join(self.name, client), Payload(4, b"task"), PATIENCE)
+        self.inner = RoundClient(self.name, JoinRequest(self.name, client), Payload(4, b"task"), PATIENCE)
         self.settled: dict[int, str] = {}
         self._examples, self._seconds = examples, seconds
         self._abandoned: set[int] = set()
@@ -59,7 +60,7 @@ class WorkingClient:
             case Timer(("trained", number)):
                 if self._mute or number in self._abandoned:
                     return []
-                event = Done(("train", number), Trained(Update(number, 0.5, self._examples), Payload(MODEL_BYTES)))
+                event = Done(("train", number), Trained(UpdateSent(number, 0.5, self._examples), Payload(MODEL_BYTES)))
             case _:
                 pass
         return self._performed(self.inner.on(event, now), now)
@@ -111,7 +112,7 @@ class SavedServer:
     def __init__(
         self, plan: RoundPlan, seed: int, rounds: int, disk: ServerDisk, dies: Callable[[], str] = lambda: ""
     ) -> None:
-        state = msgspec.json.decode(disk.state, type=ServerState) if disk.state else None
+        state = msgspec.json.decode(disk.state, type=FederationState) if disk.state else None
         self.name = SERVER
         self.inner = RoundServer(SERVER, plan, seed, rounds, Payload(MODEL_BYTES), MODEL_BYTES, state=state)
         self._disk, self._dies = disk, dies

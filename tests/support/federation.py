@@ -19,11 +19,11 @@ import msgspec
 import numpy as np
 
 from conftest import wait_until
-from offbeat.cli.commands.federated import ServerProgress
+from offbeat.cli.commands.federation import ServerProgress
 from offbeat.federated import client, client_work, join, serve
 from offbeat.federated.server import resume
 from offbeat.federated.store import FOLDER
-from offbeat.protocols.federated.round_server import ServerState
+from offbeat.protocols.federated.round_keeper import FederationState
 from offbeat.protocols.machine import Payload
 from offbeat.task import TaskReference
 
@@ -54,18 +54,19 @@ def _child(log: str, result: str, act: str, words: dict[str, Any]) -> None:
 
 def break_client(task: Any, fault: str) -> None:
     """Make this process a faulty client: it raises, computes NaN, is slow, or lies about its update's size."""
-    honest, batches = task.loss, [0]
+    kind, batches = type(task), [0]
+    honest = kind.loss
 
-    def loss(model: Any, batch: Any) -> Any:
+    def loss(self: Any, model: Any, batch: Any) -> Any:
         batches[0] += 1
         if fault == "raise" and batches[0] > 1:
             raise ValueError("the disk of this clinic is full")
         if fault == "slow":
-            time.sleep(0.15)
-        return honest(model, batch) * (float("nan") if fault == "nan" else 1.0)
+            time.sleep(0.1)
+        return honest(self, model, batch) * (float("nan") if fault == "nan" else 1.0)
 
-    task.loss = loss
-    size = {"shape": 8, "huge": 40 * 2**20}.get(fault)
+    kind.loss = loss
+    size = {"shape": 8, "huge": 17 * 2**20}.get(fault)
     if size is not None:
         client.LARGEST = 2**30
         client_work.packed = lambda _vectors: Payload(size, np.zeros(size, np.uint8))
@@ -163,12 +164,12 @@ class Deployment:
     def run(self) -> Path:
         return (self.folder / "runs" / "latest").resolve()
 
-    def state(self) -> ServerState:
+    def state(self) -> FederationState:
         """What the server has on disk."""
         path = self.run / FOLDER / "state.json"
-        return msgspec.json.decode(path.read_bytes(), type=ServerState) if path.exists() else ServerState()
+        return msgspec.json.decode(path.read_bytes(), type=FederationState) if path.exists() else FederationState()
 
-    def wait_for(self, condition: Callable[[ServerState], bool], what: str) -> None:
+    def wait_for(self, condition: Callable[[FederationState], bool], what: str) -> None:
         wait_until(lambda: condition(self.state()), what)
 
     def close(self) -> None:

@@ -159,7 +159,7 @@ COMMANDS: Final = (
     ),
     Command(
         "federated serve",
-        "federated:serve",
+        "federation:serve",
         (
             "federated serve offbeat.tasks.digits --strategy 'federated(clients=3, fraction=1)' --rounds 10",
             "federated serve task.py:Scans --strategy 'federated(clients=3, fraction=1)' --keys server.keys "
@@ -171,7 +171,7 @@ COMMANDS: Final = (
     ),
     Command(
         "federated join",
-        "federated:join",
+        "federation:join",
         (
             "federated join tcp://127.0.0.1:7777 offbeat.tasks.digits --part 0",
             "federated join tcp://server:7777 task.py:Scans --data ./scans --keys own.keys --server-key PUBLIC",

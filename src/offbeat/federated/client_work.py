@@ -21,8 +21,8 @@ from offbeat.federated.server_work import score_on
 from offbeat.federated.vectors import packed, unpacked
 from offbeat.protocols.federated.messages import (
     Abandon,
+    ClientFailure,
     Conclude,
-    Failed,
     Finish,
     Goodbye,
     KeepFinal,
@@ -30,7 +30,7 @@ from offbeat.protocols.federated.messages import (
     RoundTask,
     Train,
     Trained,
-    Update,
+    UpdateSent,
     Welcome,
 )
 from offbeat.protocols.machine import Done, Payload
@@ -163,7 +163,7 @@ class ClientWork:
                 continue
             except BaseException as error:
                 text = "".join(traceback.format_exception(error))
-                result = Failed(number, f"{type(error).__name__}: {error}"[:LONGEST_TEXT], text[-LONGEST_TEXT:])
+                result = ClientFailure(number, f"{type(error).__name__}: {error}"[:LONGEST_TEXT], text[-LONGEST_TEXT:])
             if self._inbox is not None:
                 self._inbox.put(Done(token, result))
 
@@ -237,7 +237,7 @@ class ClientWork:
             update = each.apply(update, outfit.client, task.number, state)
         if state is not None:
             self._unsettled = {task.number: state}
-        message = Update(task.number, result.loss, result.examples, score, scored)
+        message = UpdateSent(task.number, result.loss, result.examples, score, scored)
         return Trained(message, packed([update, result.extra if outfit.layout.extra else None]))
 
     def _keep(self, finish: Finish, model: Payload) -> Goodbye:

@@ -21,7 +21,7 @@ LARGEST: Final = 16 * 1024**2
 """Largest description in bytes."""
 
 
-class Description(msgspec.Struct, frozen=True):
+class TaskDescription(msgspec.Struct, frozen=True):
     """A task and its model."""
 
     task: str
@@ -34,14 +34,14 @@ class Description(msgspec.Struct, frozen=True):
     """Type and shape of each parameter that is trained, and of each floating-point buffer."""
 
 
-def describe(reference: TaskReference, model: nn.Module) -> Description:
+def describe(reference: TaskReference, model: nn.Module) -> TaskDescription:
     """The description of a task and its model."""
     module = load_module(reference.source)
     source = getattr(module, "__file__", None)
     content = b"" if source is None else Path(source).read_bytes()
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     buffers = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
-    return Description(
+    return TaskDescription(
         task=reference.find().__name__,
         source=hashlib.sha256(content).hexdigest()[:16],
         arguments=json.dumps(reference.arguments, sort_keys=True),
@@ -49,24 +49,24 @@ def describe(reference: TaskReference, model: nn.Module) -> Description:
     )
 
 
-def encoded(description: Description) -> Payload:
+def encoded(description: TaskDescription) -> Payload:
     """A description as a payload."""
     content = msgspec.msgpack.encode(description)
     return Payload(len(content), content)
 
 
-def difference(own: Description, payload: Payload) -> str:
+def difference(own: TaskDescription, payload: Payload) -> str:
     """How a client's description differs from the server's own; empty if it does not."""
     if not 0 < payload.nbytes <= LARGEST:
         return f"it describes its task in {payload.nbytes:,} bytes"
     try:
-        other = msgspec.msgpack.decode(bytes(payload.handle), type=Description)
+        other = msgspec.msgpack.decode(bytes(payload.handle), type=TaskDescription)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         return f"its description of the task cannot be read: {error}"
     return "; ".join(islice(_differences(own, other), MOST_NAMED))
 
 
-def _differences(own: Description, other: Description) -> Iterator[str]:
+def _differences(own: TaskDescription, other: TaskDescription) -> Iterator[str]:
     for name in dict.fromkeys((*own.tensors, *other.tensors)):
         mine, its = own.tensors.get(name), other.tensors.get(name)
         if mine != its:

@@ -21,9 +21,10 @@ from offbeat import limits
 from offbeat.errors import CheckpointError, NonFiniteError, StrategyError, TaskError, UsageError, WaitError
 from offbeat.federated.description import LARGEST
 from offbeat.federated.server_work import RoundRecord, ServerWork
-from offbeat.protocols.federated.messages import SERVER, Failed, FromClient, FromServer
+from offbeat.protocols.federated.messages import SERVER, ClientFailure, FromClient, FromServer
 from offbeat.protocols.federated.plan import RoundPlan
-from offbeat.protocols.federated.round_server import HOPELESS, RoundServer
+from offbeat.protocols.federated.round_keeper import HOPELESS
+from offbeat.protocols.federated.round_server import RoundServer
 from offbeat.protocols.machine import Name
 from offbeat.run.job import Script, earlier, plain_target, short_name, target_from_plain, target_of
 from offbeat.runtime.messages import Codec, Driver, Endpoint, Keys, named
@@ -90,7 +91,8 @@ class Federation:
             raise StrategyError(f"personal={rules.personal} is trained in simulation only so far. Omit it.")
         if rules.algorithm.buffer is not None:
             raise StrategyError(
-                f"{rules.algorithm} has no rounds, and deployed clients work in rounds. Use another algorithm, or simulate."
+                f"{rules.algorithm.name} has no rounds, and deployed clients work in rounds. Use another algorithm, or "
+                f"simulate."
             )
         if rules.dropout or rules.speeds is not None:
             raise StrategyError(
@@ -121,11 +123,11 @@ class FederationWatcher(Protocol):
     def round(self, record: RoundRecord) -> None:
         """A round is closed."""
 
-    def trouble(self, client: str, trouble: Failed) -> None:
+    def trouble(self, client: str, trouble: ClientFailure) -> None:
         """A client has reported an error, sent what cannot be used, or may not join."""
 
 
-class _Unwatched(FederationWatcher):
+class _NoWatcher(FederationWatcher):
     """Shows nothing."""
 
 
@@ -241,7 +243,7 @@ def run_server(
     seed_everything(federation.seed)
     task = _built(reference)
     folder = RunFolder.open(place) if resumed else RunFolder.create(place, short_name(reference), federation.strategy)
-    serving = _Serving(reference, task, federation, folder, enrolled, keys, watcher or _Unwatched())
+    serving = _Serving(reference, task, federation, folder, enrolled, keys, watcher or _NoWatcher())
     return serving.run()
 
 
@@ -272,7 +274,7 @@ class _Serving:
             rounds=federation.rounds,
             validate=federation.validate,
         )
-        self._work.shown = watcher.round
+        self._work.shown = self._closed
         state = self._work.load()
         model, update_bytes = self._work.payload(), self._work.path.model_bytes
         every = None if federation.validate else task.evaluate_every or 1
@@ -356,10 +358,7 @@ class _Serving:
                 effects = machine.reject(name, "it sent a malformed message, or one that is too large", now)
                 self._work.store.save(machine.state)
                 driver.perform(effects)
-        for name, trouble in machine.troubles:
-            member = machine.state.members.get(name)
-            self._watcher.trouble(name if member is None else member.label, trouble)
-        machine.troubles.clear()
+        self._show_troubles()
         self._watcher.tick(machine, now)
         if not machine.missing:
             self._unfilled = now
@@ -368,6 +367,18 @@ class _Serving:
                 f"waited {now - self._unfilled:.0f} s for clients: {machine.missing}. Start them, lower --first or "
                 f"fewest=…, or raise --timeout; then go on with --resume {self._folder.path}."
             )
+
+    def _closed(self, record: RoundRecord) -> None:
+        """Show a round, after what went wrong in it."""
+        self._show_troubles()
+        self._watcher.round(record)
+
+    def _show_troubles(self) -> None:
+        machine = self.machine
+        for name, trouble in machine.troubles:
+            member = machine.state.members.get(name)
+            self._watcher.trouble(name if member is None else member.label, trouble)
+        machine.troubles.clear()
 
     def _result(self, error: BaseException | None = None) -> Result:
         machine, work = self.machine, self._work

@@ -17,7 +17,7 @@ from offbeat.federated.description import describe, difference
 from offbeat.federated.store import ServerStore
 from offbeat.federated.vectors import packed, unpacked
 from offbeat.protocols.federated.messages import AddUpdate, CloseRound, DeployedRound, Examine, RoundClosed
-from offbeat.protocols.federated.round_server import ServerState
+from offbeat.protocols.federated.round_keeper import FederationState
 from offbeat.protocols.machine import Payload
 from offbeat.runtime.federated.aggregation import ClientUpdate, Selected, alone
 from offbeat.runtime.federated.flat_model import FlatModel
@@ -92,7 +92,7 @@ class ServerWork:
         """Seconds of the run, those of earlier processes included."""
         return self.earlier_seconds + time.monotonic() - self.began
 
-    def load(self) -> ServerState | None:
+    def load(self) -> FederationState | None:
         """Go on where an earlier process was; None if there was none."""
         state = self.store.load()
         if state is None:
@@ -111,7 +111,7 @@ class ServerWork:
         """What clients get."""
         return packed([self.model.base, self._server.start_message()])
 
-    def do(self, work: Any, state: ServerState) -> Any:
+    def do(self, work: Any, state: FederationState) -> Any:
         """Do work of the machine."""
         match work:
             case Examine():
@@ -125,7 +125,7 @@ class ServerWork:
 
     # A round.
 
-    def _add(self, work: AddUpdate, state: ServerState) -> str:
+    def _add(self, work: AddUpdate, state: FederationState) -> str:
         """Add an update; returns why it cannot be used, or nothing."""
         layout, number = self.path.layout, work.update.number
         try:
@@ -142,7 +142,7 @@ class ServerWork:
         self._arrivals[work.client] = time.monotonic()
         return ""
 
-    def _begin(self, number: int, state: ServerState) -> None:
+    def _begin(self, number: int, state: FederationState) -> None:
         """Begin to add the updates of a round; those that an earlier process accepted come first."""
         if self._adding == number:
             return
@@ -154,12 +154,12 @@ class ServerWork:
             kept = self.store.read_update(number, client)
             self._added(client, kept["vectors"], kept["loss"], kept["examples"], state)
 
-    def _added(self, client: int, vectors: list[Tensor], loss: float, examples: int, state: ServerState) -> bool:
+    def _added(self, client: int, vectors: list[Tensor], loss: float, examples: int, state: FederationState) -> bool:
         extra = vectors[1] if len(vectors) > 1 else None
         weight = float(_sizes(state)[client])
         return self.path.aggregation.add(ClientUpdate(client, vectors[0], extra, weight, loss, examples))
 
-    def _close(self, outcome: DeployedRound, state: ServerState) -> RoundClosed:
+    def _close(self, outcome: DeployedRound, state: FederationState) -> RoundClosed:
         model, sums = self.model, self.path.aggregation
         self._begin(outcome.number, state)
         sums.combine(alone)
@@ -255,12 +255,12 @@ def score_on(task: Task, module: nn.Module, data: Any) -> float:
         return float(task.score(module, batches))
 
 
-def _closed_rounds(state: ServerState) -> int:
+def _closed_rounds(state: FederationState) -> int:
     """How many rounds are closed."""
     return state.number - (state.phase in ("gathering", "closing"))
 
 
-def _sizes(state: ServerState) -> Mapping[int, int]:
+def _sizes(state: FederationState) -> Mapping[int, int]:
     return {member.client: member.examples or 0 for member in state.members.values()}
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from offbeat.errors import CheckpointError, OutputError
-from offbeat.protocols.federated.round_server import ServerState
+from offbeat.protocols.federated.round_keeper import FederationState
 from offbeat.runtime.run.untrusted_files import parse_json
 from offbeat.runtime.state.checkpoint import metadata_of, write_state
 from offbeat.runtime.state.tensor_tree import put_together
@@ -30,18 +30,18 @@ class ServerStore:
         self._folder = run / FOLDER
         self._last = b""
 
-    def load(self) -> ServerState | None:
+    def load(self) -> FederationState | None:
         """The state of an earlier process; None if there was none."""
         path = self._folder / _STATE
         if not path.exists():
             return None
         try:
             self._last = path.read_bytes()
-            return msgspec.json.decode(self._last, type=ServerState)
+            return msgspec.json.decode(self._last, type=FederationState)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}. The server cannot go on from it.") from error
 
-    def save(self, state: ServerState) -> None:
+    def save(self, state: FederationState) -> None:
         """Keep the state, if it has changed."""
         content = msgspec.json.encode(state)
         if content == self._last:

@@ -23,7 +23,7 @@ Fate = Literal["accepted", "late", "refused", "failed"]
 """What became of a client's turn: its update counts, came too late, cannot be used, or the client reported an error."""
 
 
-class Join(Struct, frozen=True, tag=True):
+class JoinRequest(Struct, frozen=True, tag=True):
     """A client asks to take part; its payload describes its model and task."""
 
     label: str  # What people call it.
@@ -38,7 +38,7 @@ class Beat(Struct, frozen=True, tag=True):
     examples: int  # How many it has.
 
 
-class Update(Struct, frozen=True, tag=True):
+class UpdateSent(Struct, frozen=True, tag=True):
     """A client's update of the model, as the payload."""
 
     number: int  # Of the round.
@@ -48,7 +48,7 @@ class Update(Struct, frozen=True, tag=True):
     scored: int = 0  # Examples of that score.
 
 
-class Failed(Struct, frozen=True, tag=True):
+class ClientFailure(Struct, frozen=True, tag=True):
     """A client could not train, and ends."""
 
     number: int  # Of the round; 0: before any.
@@ -56,7 +56,7 @@ class Failed(Struct, frozen=True, tag=True):
     traceback: str
 
 
-class Leave(Struct, frozen=True, tag=True):
+class ClientLeave(Struct, frozen=True, tag=True):
     """A client ends before the last round."""
 
 
@@ -83,7 +83,7 @@ class Refused(Struct, frozen=True, tag=True):
     why: str
 
 
-class Unknown(Struct, frozen=True, tag=True):
+class UnknownClient(Struct, frozen=True, tag=True):
     """The server does not know the client: it should join again."""
 
 
@@ -125,15 +125,15 @@ class Farewell(Struct, frozen=True, tag=True):
     """The server expects nothing more of the client."""
 
 
-FromClient = Join | Beat | Update | Failed | Leave | Goodbye
-FromServer = Welcome | Refused | Unknown | Noted | RoundTask | Again | Settled | Finish | Farewell
+FromClient = JoinRequest | Beat | UpdateSent | ClientFailure | ClientLeave | Goodbye
+FromServer = Welcome | Refused | UnknownClient | Noted | RoundTask | Again | Settled | Finish | Farewell
 
 
 class Examine(Struct, frozen=True):
     """Work of the server: compare a client's model and task with its own. Result: what differs; empty if nothing."""
 
     name: Name
-    join: Join
+    join: JoinRequest
     description: Payload
 
 
@@ -141,7 +141,7 @@ class AddUpdate(Struct, frozen=True):
     """Work of the server: keep an update and add it to the round's. Result: why it cannot be used; empty if it can."""
 
     client: int
-    update: Update
+    update: UpdateSent
     payload: Payload
 
 
@@ -160,13 +160,13 @@ class RoundClosed(Struct, frozen=True):
 
 
 class Prepare(Struct, frozen=True):
-    """Work of a client, in the background: get its data ready. Result: how many examples it has, or `Failed`."""
+    """Work of a client, in the background: get its data ready. Result: how many examples it has, or `ClientFailure`."""
 
     welcome: Welcome
 
 
 class Train(Struct, frozen=True):
-    """Work of a client, in the background: score the model if asked for, and train. Result: `Trained` or `Failed`."""
+    """Work of a client, in the background: score if asked for, and train. Result: `Trained` or `ClientFailure`."""
 
     task: RoundTask
     model: Payload
@@ -175,7 +175,7 @@ class Train(Struct, frozen=True):
 class Trained(Struct, frozen=True):
     """What came of a client's training."""
 
-    update: Update
+    update: UpdateSent
     payload: Payload
 
 

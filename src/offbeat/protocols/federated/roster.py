@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from offbeat.protocols.federated.messages import Join
+from offbeat.protocols.federated.messages import JoinRequest
 from offbeat.protocols.machine import Name
 
 
-class Member(Struct):
+_ROUNDING: Final = 1e-3  # Seconds by which timers are early.
+
+
+class JoinedClient(Struct):
     """A client that has joined."""
 
     client: int  # Its number, from 0.
@@ -33,15 +37,15 @@ class Roster:
     """
 
     def __init__(
-        self, members: dict[Name, Member], clients: int, enrolled: Sequence[Name] | None, patience: float
+        self, members: dict[Name, JoinedClient], clients: int, enrolled: Sequence[Name] | None, patience: float
     ) -> None:
-        self.members: Mapping[Name, Member] = members
+        self.members: Mapping[Name, JoinedClient] = members
         self._members, self._clients, self._enrolled = members, clients, enrolled
         self._names = {member.client: name for name, member in members.items()}
         self._heard: dict[int, float] = {}
         self.patience = patience
 
-    def why_not(self, name: Name, join: Join) -> str:
+    def why_not(self, name: Name, join: JoinRequest) -> str:
         """Why a client may not join; empty if it may."""
         fixed = self._fixed_number(name)
         if fixed is not None:
@@ -54,14 +58,14 @@ class Roster:
             return f"client {join.client} is {self.label(join.client)}"
         return f"all {self._clients:,} clients have joined" if len(self._members) >= self._clients else ""
 
-    def admit(self, name: Name, join: Join, now: float) -> int:
+    def admit(self, name: Name, join: JoinRequest, now: float) -> int:
         """Let a client join, or join again; returns its number."""
         client = self._fixed_number(name)
         if client is None:
             free = (number for number in range(self._clients) if number not in self._names)
             client = next(free) if join.client is None else join.client
         before = self._members.get(name)
-        self._members[name] = Member(client, join.label, None if before is None else before.examples)
+        self._members[name] = JoinedClient(client, join.label, None if before is None else before.examples)
         self._names[client] = name
         self.hear(client, now)
         return client
@@ -70,11 +74,17 @@ class Roster:
         """A client has given a sign of life."""
         self._heard[client] = now
 
+    def lose(self, client: int, now: float) -> None:
+        """A client's timer has expired: if it was silent that long, it is absent until it is heard from."""
+        # Not left to `present`: by rounding, the timer may expire just before the patience ends.
+        if now - self._heard.get(client, now) > self.patience - _ROUNDING:
+            del self._heard[client]
+
     def hear_all(self, now: float) -> None:
         """Assume that all clients are there, as after a restart of the server."""
         self._heard = dict.fromkeys(self._names, now)
 
-    def present(self, now: float) -> list[Member]:
+    def present(self, now: float) -> list[JoinedClient]:
         """Clients that are there and have their data ready."""
         return [
             member

@@ -13,14 +13,14 @@ from offbeat.protocols.federated.messages import (
     Activity,
     Again,
     Beat,
+    ClientFailure,
+    ClientLeave,
     Conclude,
-    Failed,
     Farewell,
     Finish,
     Goodbye,
-    Join,
+    JoinRequest,
     KeepFinal,
-    Leave,
     Noted,
     Prepare,
     Refused,
@@ -28,7 +28,7 @@ from offbeat.protocols.federated.messages import (
     Settled,
     Train,
     Trained,
-    Unknown,
+    UnknownClient,
     Welcome,
 )
 from offbeat.protocols.machine import Done, Effect, Effects, Event, Name, Payload, Received, Timer
@@ -50,7 +50,7 @@ class RoundClient:
 
     """
 
-    def __init__(self, name: Name, join: Join, description: Payload, patience: float) -> None:
+    def __init__(self, name: Name, join: JoinRequest, description: Payload, patience: float) -> None:
         self.name = name
         self.phase: Literal["joining", "here", "leaving", "ended"] = "joining"
         self.failure = ""
@@ -65,7 +65,7 @@ class RoundClient:
         self._beat = FIRST_BEAT
         self._heard = 0.0
         self._held: Trained | None = None  # Sent and not settled.
-        self._last_words: Failed | Goodbye | Leave | None = None
+        self._last_words: ClientFailure | Goodbye | ClientLeave | None = None
         self._farewells = 0
 
     @property
@@ -97,7 +97,7 @@ class RoundClient:
             case Done("ready", int() as examples) if self.activity == "preparing":
                 self.activity, self.examples = "idle", examples
                 self._show(effects)
-            case Done("ready" | "final", Failed() as failed):
+            case Done("ready" | "final", ClientFailure() as failed):
                 self._end(effects, failed)
             case _:
                 pass
@@ -106,7 +106,7 @@ class RoundClient:
     def leave(self) -> Sequence[Effect]:
         """End before the last round."""
         effects = Effects()
-        self._end(effects, Leave())
+        self._end(effects, ClientLeave())
         return effects.done
 
     def _tick(self, effects: Effects, now: float) -> None:
@@ -139,13 +139,13 @@ class RoundClient:
                     effects.start(Prepare(message))
                 elif message != self.welcome:
                     words = f"the server is another one now: {message.strategy}, as client {message.client}"
-                    self._end(effects, Failed(0, words, ""))
+                    self._end(effects, ClientFailure(0, words, ""))
                     return
                 self.welcome = message
                 self._show(effects)
             case Refused(why) if self.phase == "joining":
                 self.failure, self.phase = why, "ended"
-            case Unknown() if self.phase == "here":
+            case UnknownClient() if self.phase == "here":
                 self.phase, self._beat = "joining", FIRST_BEAT
                 effects.send(SERVER, self._join, self._description)
                 effects.timer(self._beat, "beat")
@@ -180,7 +180,7 @@ class RoundClient:
         if isinstance(result, Trained):
             self.activity, self._held = "sent", result
             effects.send(SERVER, result.update, result.payload)
-        elif isinstance(result, Failed):
+        elif isinstance(result, ClientFailure):
             self._end(effects, result)
 
     def _settled(self, effects: Effects, settled: Settled) -> None:
@@ -189,9 +189,9 @@ class RoundClient:
         effects.start(Conclude(settled))
         self.activity, self._held = "idle", None
 
-    def _end(self, effects: Effects, words: Failed | Goodbye | Leave) -> None:
+    def _end(self, effects: Effects, words: ClientFailure | Goodbye | ClientLeave) -> None:
         """Say so until it is answered."""
-        if isinstance(words, Failed):
+        if isinstance(words, ClientFailure):
             self.failure = words.error
         self.phase, self._last_words, self._beat = "leaving", words, FIRST_BEAT
         effects.send(SERVER, words)

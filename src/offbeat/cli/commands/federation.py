@@ -20,7 +20,7 @@ from offbeat.federated import server
 from offbeat.federated.client import ClientSettings, run_client
 from offbeat.federated.server import Federation, FederationWatcher
 from offbeat.federated.server_work import RoundRecord
-from offbeat.protocols.federated.messages import Failed
+from offbeat.protocols.federated.messages import ClientFailure
 from offbeat.protocols.federated.round_server import RoundServer
 from offbeat.run.job import Script, target_of
 from offbeat.runtime.run.folder import RunFolder, part
@@ -57,7 +57,7 @@ def serve(options: FederatedServerOptions) -> None:
 
 
 def join(options: FederatedClientOptions) -> None:
-    """Take part as a client, and print what came of it."""
+    """Take part as a client, and print the fate of its updates."""
     settings = ClientSettings(
         address=options.address,
         data=None if options.data is None else str(options.data),
@@ -171,7 +171,7 @@ class ServerProgress(FederationWatcher):
         self._last = time.monotonic()
         self._line("  ".join([*words, f"{outcome.ended - outcome.started:.2f} s"]))
 
-    def trouble(self, client: str, trouble: Failed) -> None:
+    def trouble(self, client: str, trouble: ClientFailure) -> None:
         """A client's error, with its own traceback."""
         where = f"round {trouble.number}: " if trouble.number else ""
         self._line(f"{client}: {where}{trouble.error}", always=True)
