@@ -31,6 +31,7 @@ from offbeat.protocols.federated.secure.messages import (
     SecureInvite,
     SecureLeave,
     SecureRefusal,
+    SecureWait,
     SharePiece,
     SurvivorList,
     SurvivorSignature,
@@ -178,6 +179,7 @@ class SecureClient:
             case Done("secure give up", reason):
                 self._leave(str(reason), effects)
             case Done(("secure masked", digest), row) if digest == self._digest:
+                self._row = row  # The update itself is not needed any more.
                 self._answer(DeliveredShares, MaskedUpdate(self._digest), effects, Payload(row.nbytes, row))
             case Timer(("secure silence", digest)) if digest == self._digest:
                 self._end(f"the server was silent for {self._patience:g} s")
@@ -195,6 +197,8 @@ class SecureClient:
             match message:
                 case SecureEnd(_, failure):
                     self._end(failure)
+                case SecureWait():
+                    pass
                 case SecureRefusal(_, reason):
                     self._ignore(f"the server refused: {reason}")
                 case SecureInvite() | KeyRoster() | DeliveredShares() | SurvivorList() | SurvivorSignatures():
