@@ -24,13 +24,13 @@ import msgspec
 import numpy as np
 
 from offbeat.protocols.federated.secure.client import MaskWork
-from offbeat.protocols.federated.secure.encoding import FixedPoint
+from offbeat.protocols.federated.secure.fixed_point import FixedPoint
 from offbeat.protocols.federated.secure.plan import SecureRound
+from offbeat.protocols.federated.secure.recovery import Unmasking
 from offbeat.protocols.federated.secure.server import SecureSum, SecureTimes
-from offbeat.protocols.federated.secure.unmasking import Unmasking
 from offbeat.protocols.machine import Name
+from offbeat.simulate.faults.secure_rounds import Dropout, SecureWorld, fault_in
 from offbeat.simulate.machines import Happening, Sent, Simulation
-from offbeat.simulate.secure_rounds import Dropout, SecureWorld, fault_in
 from offbeat.statistics import Spread, holds, spread
 
 RESULTS = Path(__file__).parent / "results"

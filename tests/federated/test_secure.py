@@ -26,7 +26,7 @@ from offbeat.runtime.federated.round_log import read_rounds
 from offbeat.runtime.federated.secure_mean import SecureMean
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import MODEL_FILE
-from offbeat.simulate.secure_rounds import Dropout, SecureWorld
+from offbeat.simulate.faults.secure_rounds import Dropout, SecureWorld
 from offbeat.strategies import parse
 
 LAYOUT = UpdateLayout(50, 50, torch.float32)

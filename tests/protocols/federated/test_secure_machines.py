@@ -14,7 +14,7 @@ from secure_support import ANSWERS, Table
 
 from offbeat.errors import UsageError
 from offbeat.protocols.federated.secure.client import GIVE_UP, SecureClient
-from offbeat.protocols.federated.secure.encoding import FixedPoint
+from offbeat.protocols.federated.secure.fixed_point import FixedPoint
 from offbeat.protocols.federated.secure.messages import (
     SERVER,
     AdvertisedKeys,
@@ -34,12 +34,12 @@ from offbeat.protocols.federated.secure.messages import (
 )
 from offbeat.protocols.federated.secure.plan import SecureRound, lowest_threshold, neighbourhoods
 from offbeat.protocols.federated.secure.records import SecureServerState
+from offbeat.protocols.federated.secure.recovery import SecretRecovery
 from offbeat.protocols.federated.secure.server import SecureFailure, SecureServer, SecureSum, SecureTimes
-from offbeat.protocols.federated.secure.sharing import ShamirSharing
+from offbeat.protocols.federated.secure.shamir import ShamirSharing
 from offbeat.protocols.federated.secure.traffic import client_traffic
-from offbeat.protocols.federated.secure.unmasking import SecretRecovery
 from offbeat.protocols.machine import Done, Ended, Name, Payload, Received, Send
-from offbeat.simulate.secure_rounds import STAGES, Dropout, SecureWorld, fault_in, round_for, seeded
+from offbeat.simulate.faults.secure_rounds import STAGES, Dropout, SecureWorld, fault_in, round_for, seeded
 
 
 def without(*kinds: type, of: Name) -> Callable[[Name, Send], list[Send]]:

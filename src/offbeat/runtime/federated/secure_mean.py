@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offbeat.errors import NonFiniteError, UsageError
 from offbeat.protocols.federated.plan import RoundPlan
-from offbeat.protocols.federated.secure.encoding import MODULUS, FixedPoint
+from offbeat.protocols.federated.secure.fixed_point import MODULUS, FixedPoint
 from offbeat.protocols.federated.secure.masks import Row
 from offbeat.protocols.federated.secure.plan import (
     FEWEST_CLIENTS,

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from offbeat.protocols.federated.secure.plan import MOST_NEIGHBOURS, Client, Digest
 from offbeat.protocols.federated.secure.primitives import BOX_BYTES, PUBLIC_BYTES, SIGNATURE_BYTES, purpose
-from offbeat.protocols.federated.secure.sharing import SHARE_BYTES
+from offbeat.protocols.federated.secure.shamir import SHARE_BYTES
 from offbeat.protocols.machine import Name
 
 MOST_TEXT = 500

@@ -29,7 +29,7 @@ from offbeat.protocols.federated.secure.messages import (
 from offbeat.protocols.federated.secure.plan import SecureRound
 from offbeat.protocols.federated.secure.primitives import require_cryptography
 from offbeat.protocols.federated.secure.records import SecureRecords, SecureServerState
-from offbeat.protocols.federated.secure.unmasking import UnmaskedSum
+from offbeat.protocols.federated.secure.recovery import UnmaskedSum
 from offbeat.protocols.machine import Done, Effect, Effects, Ended, Event, Name, Payload, Received, Timer
 
 MOST_REFUSALS: Final = 1000
