@@ -92,6 +92,7 @@ _PATTERNS = (
     r"test_commands\.py::test_a_documented.*\[(?!offbeat (keys new|ps|draw 'allreduce\(ring|explain runs/latest\])"
     r"|offbeat run (train\.py --workers 2 --target|examples/hanging)|python docs)",
     r"test_server_machines\.py::test_a_thousand",
+    r"test_secure_schedules\.py::.*\[1000\]",
     r"test_frames\.py::test_mutated_frames.*\[1000000\]",
     r"test_loaders\.py::test_nested_and_zipped.*\[shuffled\]",
     r"test_compressed_exchange\.py::test_without_feedback",

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cluster_task import Clusters, federated_run
 from federated_tasks import Images, Means
 from safetensors.torch import load_file
 from secure_support import Table
@@ -21,10 +22,11 @@ from offbeat.protocols.federated.secure.server import SecureSum
 from offbeat.protocols.federated.secure.traffic import client_traffic
 from offbeat.run.drive import fit
 from offbeat.runtime.federated.aggregation import ClientUpdate, ExactMean, Selected, UpdateLayout, alone
+from offbeat.runtime.federated.round_log import read_rounds
 from offbeat.runtime.federated.secure_mean import SecureMean
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import MODEL_FILE
-from offbeat.simulate.secure_rounds import Dropout, SecureWorld
+from offbeat.simulate.faults.secure_rounds import Dropout, SecureWorld
 from offbeat.strategies import parse
 
 LAYOUT = UpdateLayout(50, 50, torch.float32)
@@ -176,6 +178,8 @@ def test_a_masked_update_looks_unlike_the_update() -> None:
         ("federated(secure=True, clients=10)", "1 are selected: of two, each would learn the other's update"),
         ("federated(secure=True, over=2)", "secure=True needs 14, more than two thirds"),
         ("federated(secure=True, dropout=0.4)", "leaves 6 of 10 clients on average"),
+        ("federated(secure=True, clients=1000, fraction=1, dropout=0.2)", "of every client's 128 neighbours stay"),
+        ("federated(secure=True, clients=1000, fraction=0.5, over=1.3)", "the first 500 count"),
         ("federated(secure=True) + topk(0.01)", "masked numbers are random"),
         ("federated(secure=True) + quantize(8)", "masked numbers are random"),
     ],
@@ -183,6 +187,13 @@ def test_a_masked_update_looks_unlike_the_update() -> None:
 def test_what_cannot_be_summed_without_being_seen_is_refused(text: str, why: str) -> None:
     with pytest.raises(StrategyError, match=why):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["over=1.3", "dropout=0.25", "clients=1000, fraction=1, dropout=0.15", "fraction=0.03"]
+)
+def test_rounds_of_which_enough_stay_are_accepted(text: str) -> None:
+    assert parse(f"federated(secure=True, {text})") is not None
 
 
 def test_a_deployment_says_that_it_cannot() -> None:
@@ -206,6 +217,19 @@ def test_a_run_has_the_same_bits_with_any_number_of_workers(launcher: Launcher, 
         assert torch.allclose(bits[0][name], value, atol=1e-4)
     for way in ("bytes_up", "bytes_down"):
         assert plain.federated[way] < results[0].federated[way] < plain.federated[way] + 5 * 8 * 4000
+
+
+def test_rounds_without_a_sum_leave_the_model_and_say_why(tmp_path: Path) -> None:
+    """Of 9 selected 7 must stay, and with this dropout it is often fewer."""
+    strategy = "federated(clients=30, fraction=0.3, dropout=0.2, secure=True)"
+    result = federated_run(Clusters(), strategy, 12, tmp_path)
+    counts, rounds = result["federated"], read_rounds(tmp_path)
+    assert 0 < counts["failed_rounds"] < 12
+    failed = [each for each in rounds if each["failed"]]
+    assert len(failed) == counts["failed_rounds"]
+    assert all("of 9 clients sent a masked update, and 7 are needed" in each["failed"] for each in failed)
+    assert {each["updates"] < 7 for each in rounds} == {True, False}
+    assert all((each["updates"] < 7) == bool(each["failed"]) for each in rounds)
 
 
 def test_statistics_are_refused(launcher: Launcher, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from offbeat.protocols.federated.secure.messages import SecureAnswer, SecureRequest
 from offbeat.protocols.federated.secure.server import SecureFailure, SecureSum
 from offbeat.protocols.machine import Done, Effect, Machine, Name, Received, Send, SetTimer, Start, Timer
-from offbeat.simulate.secure_rounds import SecureWorld, fault_in
+from offbeat.simulate.faults.secure_rounds import SecureWorld, fault_in
 
 Hand = Callable[[Name, Send], Iterator[Send] | list[Send]]
 ANSWERS: Any = msgspec.msgpack.Decoder(SecureAnswer)

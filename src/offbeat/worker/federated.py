@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from offbeat.errors import DataError, NonFiniteError
@@ -117,6 +118,8 @@ class Rounds:
             self._train(outcome)
         with team.stopwatch.spent_on("communicate"):
             self._path.aggregation.combine(team.group.sum)
+        if not outcome.failed:
+            outcome = structs.replace(outcome, failed=self._path.aggregation.failure)
         with team.stopwatch.spent_on("compute"):
             move = self._move(outcome)
             learner.model.go_on(virtual.progress, move)
@@ -177,8 +180,7 @@ class Rounds:
     def _move(self, outcome: RoundOutcome) -> Callable[[Tensor], None] | None:
         """How the global model moves by the mean; None if too few updates counted."""
         aggregation = self._path.aggregation
-        short = aggregation.updates < self._plan.fewest or outcome.failed or aggregation.failure
-        if short and not aggregation.moves_always:
+        if not aggregation.moves_always and (aggregation.updates < self._plan.fewest or outcome.failed):
             return None
         mean, extra = aggregation.mean()
         return lambda base: self.learner.move(base, mean, extra)

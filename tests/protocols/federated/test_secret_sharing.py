@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import SecureAggregationError, UsageError
-from offbeat.protocols.federated.secure.sharing import PRIME, SHARE_BYTES, ShamirSharing, is_share
-from offbeat.simulate.secure_rounds import seeded
+from offbeat.protocols.federated.secure.shamir import PRIME, SHARE_BYTES, ShamirSharing, is_share
+from offbeat.simulate.faults.secure_rounds import seeded
 
 
 def test_the_modulus_is_the_smallest_prime_that_holds_a_secret() -> None:

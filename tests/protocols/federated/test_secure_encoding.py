@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.ciphers.modes import CTR
 
 from offbeat.errors import NonFiniteError, UsageError
 from offbeat.protocols.federated.secure.client import MaskWork
-from offbeat.protocols.federated.secure.encoding import FixedPoint
+from offbeat.protocols.federated.secure.fixed_point import FixedPoint
 from offbeat.protocols.federated.secure.masks import CHUNK, Masks
 
 KEY = bytes(range(16))

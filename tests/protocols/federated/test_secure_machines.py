@@ -14,7 +14,7 @@ from secure_support import ANSWERS, Table
 
 from offbeat.errors import UsageError
 from offbeat.protocols.federated.secure.client import GIVE_UP, SecureClient
-from offbeat.protocols.federated.secure.encoding import FixedPoint
+from offbeat.protocols.federated.secure.fixed_point import FixedPoint
 from offbeat.protocols.federated.secure.messages import (
     SERVER,
     AdvertisedKeys,
@@ -34,12 +34,12 @@ from offbeat.protocols.federated.secure.messages import (
 )
 from offbeat.protocols.federated.secure.plan import SecureRound, lowest_threshold, neighbourhoods
 from offbeat.protocols.federated.secure.records import SecureServerState
+from offbeat.protocols.federated.secure.recovery import SecretRecovery
 from offbeat.protocols.federated.secure.server import SecureFailure, SecureServer, SecureSum, SecureTimes
-from offbeat.protocols.federated.secure.sharing import ShamirSharing
+from offbeat.protocols.federated.secure.shamir import ShamirSharing
 from offbeat.protocols.federated.secure.traffic import client_traffic
-from offbeat.protocols.federated.secure.unmasking import SecretRecovery
 from offbeat.protocols.machine import Done, Ended, Name, Payload, Received, Send
-from offbeat.simulate.secure_rounds import STAGES, Dropout, SecureWorld, fault_in, round_for, seeded
+from offbeat.simulate.faults.secure_rounds import STAGES, Dropout, SecureWorld, fault_in, round_for, seeded
 
 
 def without(*kinds: type, of: Name) -> Callable[[Name, Send], list[Send]]:
@@ -135,12 +135,9 @@ def test_the_same_seed_gives_the_same_messages_and_another_seed_none_of_them() -
 @pytest.mark.parametrize("absent", [(), (12, 15)])
 def test_traffic_is_what_the_messages_have(signed: bool, absent: tuple[int, ...]) -> None:
     plan = round_for(10, 6, signed=signed)
-    world = SecureWorld(plan, 6, dict.fromkeys(absent, Dropout(2, before=True)))
-    # Absent ones are reported dead, so that nobody is asked twice.
+    once = SecureTimes(phase=5.0, masks=8.0, repeat=100.0)  # Nobody is asked twice.
+    world = SecureWorld(plan, 6, dict.fromkeys(absent, Dropout(2, before=True)), once)
     table = Table(world)
-    for number in absent:
-        table._timers.clear()
-        world.server.on(Ended(f"client {number}"), 0.0)
     table.play()
     members = list(world.members)
     for client in set(members) - set(absent):
@@ -499,6 +496,16 @@ def test_a_silent_client_ends_a_phase_only_at_its_deadline() -> None:
     assert table.now == pytest.approx(5.0)
     # Each second it was asked again.
     assert sum(send.to == "client 13" and isinstance(send.message, KeyRoster) for _, send in table.sent) >= 5
+
+
+def test_a_client_that_has_answered_waits_as_long_as_others_train() -> None:
+    """Others may take ten times as long as its patience with a silent server."""
+    world = SecureWorld(round_for(5, 26), 26, times=SecureTimes(phase=5.0, masks=600.0, repeat=20.0))
+    table = Table(world, without(MaskedUpdate, of="client 13"))
+    outcome = table.play()
+    assert isinstance(outcome, SecureSum)
+    assert table.now >= 600
+    assert outcome.clients == (10, 11, 12, 14)
 
 
 def test_a_client_that_the_server_forgets_ends_by_itself() -> None:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from offbeat.errors import NonFiniteError, UsageError
 from offbeat.protocols.federated.plan import RoundPlan
-from offbeat.protocols.federated.secure.encoding import MODULUS, FixedPoint
+from offbeat.protocols.federated.secure.fixed_point import MODULUS, FixedPoint
 from offbeat.protocols.federated.secure.masks import Row
 from offbeat.protocols.federated.secure.plan import (
     FEWEST_CLIENTS,
+    NEIGHBOURS,
     SecureRound,
     lowest_threshold,
     neighbourhoods,
@@ -32,6 +33,8 @@ BOUND: Final = 8.0
 """Largest magnitude of a number of an update; larger ones are clipped to it."""
 LOSS_BOUND: Final = 128.0
 """Largest loss; larger ones count as much. It is scaled and summed as one more number of the update."""
+RARE: Final = 4.5
+"""Standard deviations by which the neighbourhood of a client is hardly ever worse off than others."""
 _COUNTS: Final = 3  # Updates, examples gone through, and clipped numbers.
 
 
@@ -42,18 +45,32 @@ def check_survivors(plan: RoundPlan) -> None:
             f"secure=True needs {FEWEST_CLIENTS} clients in a round, and {plan.selected} are selected: of two, each "
             f"would learn the other's update from the sum. Raise clients or fraction."
         )
-    least = lowest_threshold(plan.selected)
+    least, why = _fewest_staying(plan.selected)
     if plan.needed < least:
         raise UsageError(
             f"over={plan.over:g} selects {plan.selected:,} clients, of which the first {plan.needed:,} count, and "
-            f"secure=True needs {least:,}, more than two thirds. Lower it."
+            f"secure=True needs {least:,}, {why}. Lower it."
         )
     staying = (1 - plan.dropout) * plan.selected
     if staying < least:
         raise UsageError(
-            f"dropout={plan.dropout:g} leaves {staying:,.3g} of {plan.selected:,} clients on average, and secure=True "
-            f"needs {least:,}, more than two thirds: most rounds would end without a sum. Lower it."
+            f"dropout={plan.dropout:g} leaves {staying:,.4g} of {plan.selected:,} clients on average, and secure=True "
+            f"needs {least:,}, {why}: most rounds would end without a sum. Lower it."
         )
+
+
+def _fewest_staying(selected: int) -> tuple[int, str]:
+    """Of the selected clients, how many must stay so that secrets can be recovered, and why."""
+    if selected <= NEIGHBOURS + 1:
+        return lowest_threshold(selected), "more than two thirds"
+    others = lowest_threshold(NEIGHBOURS + 1) - 1
+    # Around each client as many stay as of all, give or take a few.
+    share = next(
+        share
+        for share in np.linspace(2 / 3, 1, 1000)
+        if NEIGHBOURS * share - RARE * math.sqrt(NEIGHBOURS * share * (1 - share)) >= others
+    )
+    return math.ceil(share * selected), f"so that more than two thirds of every client's {NEIGHBOURS} neighbours stay"
 
 
 class SecureMean(Aggregation):

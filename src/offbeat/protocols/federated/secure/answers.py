@@ -17,7 +17,7 @@ from offbeat.protocols.federated.secure.messages import (
 )
 from offbeat.protocols.federated.secure.primitives import BOX_BYTES, is_signed
 from offbeat.protocols.federated.secure.records import PHASES, SecureRecords
-from offbeat.protocols.federated.secure.sharing import is_share
+from offbeat.protocols.federated.secure.shamir import is_share
 from offbeat.protocols.machine import Payload
 
 _PHASE_OF = {

@@ -31,6 +31,7 @@ from offbeat.protocols.federated.secure.messages import (
     SecureInvite,
     SecureLeave,
     SecureRefusal,
+    SecureWait,
     SharePiece,
     SurvivorList,
     SurvivorSignature,
@@ -54,7 +55,7 @@ from offbeat.protocols.federated.secure.primitives import (
     sealed,
     sign,
 )
-from offbeat.protocols.federated.secure.sharing import (
+from offbeat.protocols.federated.secure.shamir import (
     SECRET_BYTES,
     SHARE_BYTES,
     SecretBytes,
@@ -178,6 +179,7 @@ class SecureClient:
             case Done("secure give up", reason):
                 self._leave(str(reason), effects)
             case Done(("secure masked", digest), row) if digest == self._digest:
+                self._row = row  # The update itself is not needed any more.
                 self._answer(DeliveredShares, MaskedUpdate(self._digest), effects, Payload(row.nbytes, row))
             case Timer(("secure silence", digest)) if digest == self._digest:
                 self._end(f"the server was silent for {self._patience:g} s")
@@ -195,6 +197,8 @@ class SecureClient:
             match message:
                 case SecureEnd(_, failure):
                     self._end(failure)
+                case SecureWait():
+                    pass
                 case SecureRefusal(_, reason):
                     self._ignore(f"the server refused: {reason}")
                 case SecureInvite() | KeyRoster() | DeliveredShares() | SurvivorList() | SurvivorSignatures():
@@ -225,7 +229,7 @@ class SecureClient:
             case SurvivorList(_, clients):
                 self._check_survivors(clients, effects)
             case SurvivorSignatures(_, signatures):
-                self._check_signatures({each.client: each.signature for each in signatures}, effects)
+                self._on_signatures({each.client: each.signature for each in signatures}, effects)
             case _:
                 pass
         self._questions[kind] = message
@@ -250,14 +254,7 @@ class SecureClient:
         seeds, keys = (sharing.split(secret, holders, self._random) for secret in (secrets.seed, secrets.masking))
         secrets.held[self.number] = seeds[self.number], keys[self.number]
         boxes = tuple(
-            SealedShares(
-                peer.client,
-                sealed(
-                    agreement(secrets.sealing, peer.sealing),
-                    purpose("shares", self._digest, self.number, peer.client),
-                    seeds[peer.client] + keys[peer.client],
-                ),
-            )
+            _sealed_for(peer, secrets, self._digest, self.number, seeds[peer.client] + keys[peer.client])
             for peer in peers
         )
         known = commitment(secrets.seed, self._digest, self.number)
@@ -275,13 +272,11 @@ class SecureClient:
             )
         secrets = self._own()
         for box in boxes:
-            common = agreement(secrets.sealing, self._peers[box.client].sealing)
-            content = opened(common, purpose("shares", self._digest, box.client, self.number), box.box)
-            seed, key = (content or b"")[:SHARE_BYTES], (content or b"")[SHARE_BYTES:]
-            if is_share(seed) and is_share(key):
-                secrets.held[box.client] = seed, key
-            else:
+            shares = _opened(box, self._peers[box.client], secrets, self._digest, self.number)
+            if shares is None:
                 self._ignore(f"shares of client {box.client}, which are not what they should be")
+            else:
+                secrets.held[box.client] = shares
         self._partners = partners
 
     def _on_update(self, row: Any, effects: Effects) -> None:
@@ -323,34 +318,19 @@ class SecureClient:
         else:
             self._release(SurvivorList, effects)
 
-    def _check_signatures(self, signatures: Mapping[int, bytes], effects: Effects) -> None:
+    def _on_signatures(self, signatures: Mapping[int, bytes], effects: Effects) -> None:
         """Release shares only if enough clients have the same list."""
         self._after(SurvivorList)
         if not self._plan.signed:
             raise SecureAggregationError("the server sent signatures, but a round without them was agreed")
         text = survivors_text(self._digest, self._survivors)
         keys = {self.number: self._public, **{client: peer.identity for client, peer in self._peers.items()}}
-        agreeing = {
-            client
-            for client, signature in signatures.items()
-            if client in self._survivors and is_signed(keys[client], signature, text)
-        }
-        if len(agreeing) < max(self._plan.threshold, len(signatures)):
-            raise SecureAggregationError(
-                f"{len(agreeing)} of {len(signatures)} signatures are for the list of survivors that this client has, "
-                f"and {self._plan.threshold} are needed, all of them for it"
-            )
+        _check_signatures(signatures, {client: keys[client] for client in self._survivors}, text, self._plan.threshold)
         self._release(SurvivorSignatures, effects)
 
     def _release(self, question: type[Struct], effects: Effects) -> None:
         """Of each client one share: of its seed if its update came, of its masking key if not."""
-        held = self._own().held
-        alive = set(self._survivors)
-        answer = ReleasedShares(
-            self._digest,
-            seeds=tuple(SharePiece(client, held[client][0]) for client in sorted(held) if client in alive),
-            keys=tuple(SharePiece(client, held[client][1]) for client in sorted(held) if client not in alive),
-        )
+        answer = _released(self._digest, self._own().held, set(self._survivors))
         self._answer(question, answer, effects)
 
     def _answer(self, question: type[Struct], answer: Struct, effects: Effects, payload: Payload | None = None) -> None:
@@ -380,6 +360,47 @@ class SecureClient:
         self.ended, self.failure = True, failure
         self._secrets, self._row = None, None
         self._answers.clear()
+
+
+def _sealed_for(peer: PeerKeys, secrets: ClientSecrets, digest: bytes, client: int, shares: bytes) -> SealedShares:
+    """A box that only this neighbour can open."""
+    common = agreement(secrets.sealing, peer.sealing)
+    return SealedShares(peer.client, sealed(common, purpose("shares", digest, client, peer.client), shares))
+
+
+def _opened(
+    box: SealedShares, peer: PeerKeys, secrets: ClientSecrets, digest: bytes, client: int
+) -> tuple[bytes, bytes] | None:
+    """The shares in a neighbour's box; None if they are not from it, for this client and of this round."""
+    common = agreement(secrets.sealing, peer.sealing)
+    content = opened(common, purpose("shares", digest, box.client, client), box.box) or b""
+    seed, key = content[:SHARE_BYTES], content[SHARE_BYTES:]
+    return (seed, key) if is_share(seed) and is_share(key) else None
+
+
+def _released(digest: bytes, held: Mapping[int, tuple[bytes, bytes]], alive: set[int]) -> ReleasedShares:
+    """Of each client one share, and never both."""
+    return ReleasedShares(
+        digest,
+        seeds=tuple(SharePiece(client, held[client][0]) for client in sorted(held) if client in alive),
+        keys=tuple(SharePiece(client, held[client][1]) for client in sorted(held) if client not in alive),
+    )
+
+
+def _check_signatures(
+    signatures: Mapping[int, bytes], survivors: Mapping[int, bytes], text: bytes, threshold: int
+) -> None:
+    """Refuse signatures that are too few, or not for the list of survivors, whose keys are given."""
+    agreeing = {
+        client
+        for client, signature in signatures.items()
+        if client in survivors and is_signed(survivors[client], signature, text)
+    }
+    if len(agreeing) < max(threshold, len(signatures)):
+        raise SecureAggregationError(
+            f"{len(agreeing)} of {len(signatures)} signatures are for the list of survivors that this client has, and "
+            f"{threshold} are needed, all of them for it"
+        )
 
 
 def _check_peers(

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from offbeat.protocols.federated.secure.plan import MOST_NEIGHBOURS, Client, Digest
 from offbeat.protocols.federated.secure.primitives import BOX_BYTES, PUBLIC_BYTES, SIGNATURE_BYTES, purpose
-from offbeat.protocols.federated.secure.sharing import SHARE_BYTES
+from offbeat.protocols.federated.secure.shamir import SHARE_BYTES
 from offbeat.protocols.machine import Name
 
 MOST_TEXT = 500
@@ -158,6 +158,12 @@ class SecureLeave(Struct, frozen=True, tag=True):
     reason: Text
 
 
+class SecureWait(Struct, frozen=True, tag=True):
+    """Server: your answer has come, and others are waited for."""
+
+    round: Digest
+
+
 class SecureRefusal(Struct, frozen=True, tag=True):
     """Server: what you sent was refused, and why."""
 
@@ -173,7 +179,14 @@ class SecureEnd(Struct, frozen=True, tag=True):
 
 
 SecureRequest = (
-    SecureInvite | KeyRoster | DeliveredShares | SurvivorList | SurvivorSignatures | SecureRefusal | SecureEnd
+    SecureInvite
+    | KeyRoster
+    | DeliveredShares
+    | SurvivorList
+    | SurvivorSignatures
+    | SecureWait
+    | SecureRefusal
+    | SecureEnd
 )
 """What a server sends."""
 SecureAnswer = AdvertisedKeys | DealtShares | MaskedUpdate | SurvivorSignature | ReleasedShares | SecureLeave

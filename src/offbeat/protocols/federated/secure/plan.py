@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 
 from offbeat.errors import UsageError
 from offbeat.limits import SIMULATED_WORKERS, whole
-from offbeat.protocols.federated.secure.encoding import FixedPoint
+from offbeat.protocols.federated.secure.fixed_point import FixedPoint
 
 FEWEST_CLIENTS: Final = 3
 """Of two clients, each would learn the other's update from the sum."""

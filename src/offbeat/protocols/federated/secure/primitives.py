@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Final
 
 from offbeat.errors import SecureAggregationError, UsageError
-from offbeat.protocols.federated.secure.sharing import SHARE_BYTES
+from offbeat.protocols.federated.secure.shamir import SHARE_BYTES
 
 PUBLIC_BYTES: Final = 32
 """Of an X25519 or Ed25519 public key."""

@@ -24,7 +24,7 @@ from offbeat.protocols.federated.secure.messages import (
     SurvivorSigned,
 )
 from offbeat.protocols.federated.secure.plan import SecureRound, neighbourhoods, short_of_holders
-from offbeat.protocols.federated.secure.unmasking import Unmasking
+from offbeat.protocols.federated.secure.recovery import Unmasking
 from offbeat.protocols.machine import Payload
 
 PHASES: Final = ("keys", "shares", "masks", "signatures", "release", "unmask", "over")
@@ -127,7 +127,8 @@ class SecureRecords:
             case "keys":
                 return SecureInvite(digest)
             case "shares":
-                return KeyRoster(digest, tuple(self._keys_of(other) for other in self.around[client]))
+                peers = ((other, self.members[other], known.keys[other]) for other in self.around[client])
+                return KeyRoster(digest, tuple(_peer(*peer) for peer in peers))
             case "masks":
                 boxes = ((other, self._boxes[other][client]) for other in self.left(client))
                 return DeliveredShares(digest, tuple(SealedShares(*box) for box in boxes))
@@ -261,13 +262,14 @@ class SecureRecords:
                 shares[piece.client][holder] = piece.share
         return shares
 
-    def _keys_of(self, client: int) -> PeerKeys:
-        keys = self.state.keys[client]
-        return PeerKeys(client, self.members[client], keys.sealing, keys.masking, keys.signature)
-
     def _seat(self) -> None:
         self.around = neighbourhoods(sorted(self.state.keys), self.plan.degree, self.plan.id)
 
     def _sort_boxes(self) -> None:
         dealt = self.state.dealt
         self._boxes = {client: {b.client: b.box for b in dealt[client].boxes} for client in self.state.included}
+
+
+def _peer(client: int, identity: bytes, keys: AdvertisedKeys) -> PeerKeys:
+    """A client's keys, as its neighbours get them."""
+    return PeerKeys(client, identity, keys.sealing, keys.masking, keys.signature)

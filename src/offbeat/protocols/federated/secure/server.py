@@ -23,12 +23,13 @@ from offbeat.protocols.federated.secure.messages import (
     SecureEnd,
     SecureLeave,
     SecureRefusal,
+    SecureWait,
     client_name,
 )
 from offbeat.protocols.federated.secure.plan import SecureRound
 from offbeat.protocols.federated.secure.primitives import require_cryptography
 from offbeat.protocols.federated.secure.records import SecureRecords, SecureServerState
-from offbeat.protocols.federated.secure.unmasking import UnmaskedSum
+from offbeat.protocols.federated.secure.recovery import UnmaskedSum
 from offbeat.protocols.machine import Done, Effect, Effects, Ended, Event, Name, Payload, Received, Timer
 
 MOST_REFUSALS: Final = 1000
@@ -40,7 +41,7 @@ class SecureTimes(Struct, frozen=True):
 
     phase: float = 30.0  # For answers that take no training.
     masks: float = 600.0  # For masked updates, which come when clients have trained.
-    repeat: float = 5.0  # Between two questions to a client that has not answered.
+    repeat: float = 5.0  # Between two questions to a client that has not answered, and two signs of life to others.
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
@@ -169,6 +170,8 @@ class SecureServer:
     def _ask_again(self, effects: Effects) -> None:
         for client in self.waits_for:
             effects.send(self._names[client], self._records.question(client))
+        for client in self._records.answers():
+            effects.send(self._names[client], SecureWait(self._digest))
         effects.timer(self._times.repeat, ("secure repeat", self._digest, self.phase))
 
     def _on_message(self, sender: Name, message: Any, payload: Payload, effects: Effects) -> None:

@@ -26,7 +26,7 @@ from offbeat.protocols.federated.secure.messages import (
 )
 from offbeat.protocols.federated.secure.plan import SecureRound
 from offbeat.protocols.federated.secure.primitives import BOX_BYTES, PUBLIC_BYTES, SIGNATURE_BYTES
-from offbeat.protocols.federated.secure.sharing import SHARE_BYTES
+from offbeat.protocols.federated.secure.shamir import SHARE_BYTES
 
 _DIGEST, _KEY, _SIGNATURE, _BOX, _SHARE = map(bytes, (32, PUBLIC_BYTES, SIGNATURE_BYTES, BOX_BYTES, SHARE_BYTES))
 

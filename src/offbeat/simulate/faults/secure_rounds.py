@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from offbeat.protocols.federated.secure.client import UPDATE, SecureClient
-from offbeat.protocols.federated.secure.encoding import FixedPoint
+from offbeat.protocols.federated.secure.fixed_point import FixedPoint
 from offbeat.protocols.federated.secure.masks import Row
 from offbeat.protocols.federated.secure.messages import (
     SERVER,
@@ -26,7 +26,7 @@ from offbeat.protocols.federated.secure.messages import (
 from offbeat.protocols.federated.secure.plan import SecureRound
 from offbeat.protocols.federated.secure.primitives import identity_public
 from offbeat.protocols.federated.secure.server import SecureServer, SecureSum, SecureTimes
-from offbeat.protocols.federated.secure.sharing import SecretBytes
+from offbeat.protocols.federated.secure.shamir import SecretBytes
 from offbeat.protocols.machine import Done, Effect, Event, Machine, Name, Send
 from offbeat.simulate.machine_contract import MachineContract
 from offbeat.simulate.machines import LossyNetwork, Simulation, Stop
@@ -169,7 +169,7 @@ def fault_in(machines: Iterable[Machine]) -> str | None:
 
 
 class SecureContract(MachineContract):
-    """Secure aggregation under any fault, for `offbeat check offbeat.simulate.secure_rounds:SecureContract`.
+    """Secure aggregation under any fault, for `offbeat check offbeat.simulate.faults.secure_rounds:SecureContract`.
 
     The sum is right, or there is none; nobody releases both kinds of share of a client; and everybody ends.
     """

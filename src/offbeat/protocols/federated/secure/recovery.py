@@ -10,7 +10,7 @@ from typing import Final
 from offbeat.errors import SecureAggregationError
 from offbeat.protocols.federated.secure.masks import Masks, Row
 from offbeat.protocols.federated.secure.primitives import agreement_public, commitment, own_mask_key, pair_mask_key
-from offbeat.protocols.federated.secure.sharing import ShamirSharing
+from offbeat.protocols.federated.secure.shamir import ShamirSharing
 
 MOST_CHOICES: Final = 200
 """Choices of shares that are tried when several holders lie: with ten holders, these are all."""
