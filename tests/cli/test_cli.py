@@ -108,6 +108,7 @@ RESULT = [
     "joined",
     "placement",
     "tensor",
+    "warnings",
     "first_batch",
     "error",
 ]  # fmt: skip

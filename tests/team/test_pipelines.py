@@ -183,6 +183,8 @@ def test_a_task_learns_in_stages_as_it_does_alone(launcher: Launcher, tmp_path: 
         (["--optimizer", "LBFGS"], "pipeline(2)", "LBFGS steps with a closure"),
         (["--called"], "pipeline(2)", r"the model was called, but under .*team\.pipeline\(model, criterion\)"),
         (["--summed"], "pipeline(2)", "the criterion is not a mean over the examples"),
+        (["--saved"], "pipeline(2)", r"state_dict\(\) of this Sequential would have one worker's part"),
+        (["--saved"], "tensor(2)", r"state_dict\(\) of this Sequential would have one worker's part"),
         (["--batches", "divided"], "pipeline(2)", "workers 0 and 1 have different batches, but under .*pipeline"),
         (["--batches", "divided"], "tensor(2)", "workers 0 and 1 have different batches, but under .*tensor"),
         ([], "pipeline(2, microbatches=17)", "16 examples cannot be cut into microbatches=17"),

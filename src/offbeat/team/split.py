@@ -54,7 +54,7 @@ class SplitWork:
         self._parts = [part for part in (self._stages, self._ways) if part is not None]
         self._placement = Placement(place, context.mesh.hosts)
         self._model: nn.Module | None = None
-        self._guard: RemovableHandle | None = None
+        self._guards: list[RemovableHandle] = []
         context.holdings.whole = lambda: self._whole(True)
 
     @property
@@ -82,13 +82,24 @@ class SplitWork:
             self._ways.plan(model)
         flat = Rows([*model.parameters(), *model.buffers()], every_kind=True)
         flat.write([self._context.world.share(row, "the sharing of worker 0's model") for row in flat.read()])
-        self._guard = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._guards = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_state_dict_pre_hook(self._before_state),
+        ]
 
     def _before_forward(self, model: nn.Module, *inputs: Any) -> None:
         if self._stages is not None:
             self._stages.before_call()
         elif self._ways is not None and self._ways.before_call(model, inputs):
             self._context.exchange.begin(model)
+
+    def _before_state(self, model: nn.Module, *_: Any) -> None:
+        if not all(part.is_whole for part in self._parts):
+            raise UsageError(
+                f"state_dict() of this {type(model).__name__} would have one worker's part of it only: under "
+                f"{self._context.strategy} each has a part. Call it inside `with team.averaged(model):`, on every "
+                f"worker; or load the model of a checkpoint, which is whole."
+            )
 
     def draw_alike(self) -> None:
         """Give all workers of a replica the random state of one: they read the same data, which may be random.
@@ -155,8 +166,8 @@ class SplitWork:
 
     def close(self) -> None:
         """Remove the hooks."""
-        if self._guard is not None:
-            self._guard.remove()
+        for guard in self._guards:
+            guard.remove()
         if self._stages is not None:
             self._stages.close()
         self._context.exchange.close()

@@ -57,6 +57,11 @@ class StageWork:
         self._batch, self._least = 0, 1  # Examples in the first batch, and at least in a microbatch.
         self._figures: StageFigures | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this worker has all stages: before the first step, and inside `whole`."""
+        return self._state is None or self._state.is_whole
+
     def before_call(self) -> None:
         """Refuse calls of a model of which this worker has only a part."""
         if self._capturing or (not torch.is_grad_enabled() if self._state is None else self._state.is_whole):

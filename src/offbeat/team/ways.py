@@ -50,6 +50,11 @@ class WayWork:
         assert self._plan is not None  # noqa: S101 (planned)
         return frozenset(split.name for split in self._plan.splits if split.manner is Manner.HEADS)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this worker has the whole of each tensor: before the first step, and inside `whole`."""
+        return self._split is None or self._split.is_whole
+
     def before_call(self, model: nn.Module, inputs: Any) -> bool:
         """The whole model is called: cut it if this is the first step; returns whether it was cut now."""
         if self._split is not None and self._split.is_whole:

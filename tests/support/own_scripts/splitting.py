@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--optimizer", default="SGD")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batches", choices=("prepared", "own", "divided"), default="prepared")
-    for wrong in ("--clip", "--called", "--summed"):
+    for wrong in ("--clip", "--called", "--summed", "--saved"):
         parser.add_argument(wrong, action="store_true")
     words = parser.parse_args()
     torch.set_default_dtype(torch.float64)
@@ -70,7 +70,9 @@ def main() -> None:
                 if words.clip:
                     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
                 optimizer.step(*[lambda: losses[-1]] * (words.optimizer == "LBFGS"))
-                most = max(most, held(model, optimizer))
+                if words.saved:
+                    model.state_dict()
+                most = max(most, held(model, optimizer)) if words.model == "halves" else 0
                 if team.step >= words.steps:
                     break
             with team.averaged(model), torch.no_grad():
