@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Final
 
 from offbeat.errors import ProgramError
-from offbeat.protocols.programs.graph import REDUCTIONS, ValueGraph, GraphValue, evaluate
+from offbeat.protocols.programs.graph import REDUCTIONS, GraphValue, ValueGraph, evaluate
 from offbeat.protocols.programs.program import Program
 
 BUFFERS: Final = 64

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offbeat.errors import NonFiniteError, ProgramError
 from offbeat.protocols.programs.graph import compute
-from offbeat.protocols.programs.plan import Instruction, Pass, ChunkPlace, Plan, plan_of
+from offbeat.protocols.programs.plan import ChunkPlace, Instruction, Pass, Plan, plan_of
 from offbeat.protocols.programs.program import Program
 from offbeat.runtime.programs.kernels import kernel_of
 
