@@ -12,7 +12,7 @@ PROGRAMS = (
     *("collectives", "calls", "gossip", "training", "sharding", "tensor", "stages", "pipelines"),
     *("predicted_pipelines", "stress", "servers"),
     *("staleness", "hogwild", "simulated_servers", "compressors", "slow_links", "sick_runs", "stamping", "page"),
-    *("laws", "noise_scale", "league"),
+    *("laws", "noise_scale", "league", "programs"),
 )
 HEAD = """# Bars
 
@@ -32,13 +32,22 @@ def line(bar: dict[str, Any]) -> str:
     return f"| {'holds' if bar['holds'] else '**missed**'} | {bar['bar']} | {goal} | {shown} |"
 
 
+def results(name: str) -> dict[str, Any] | None:
+    """Return the stored results of a benchmark, if it has been run."""
+    path = ROOT / f"benchmarks/results/{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
 def page() -> str:
     """Return the whole page."""
     parts = [HEAD]
     for name in PROGRAMS:
-        stored = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
-        bars = stored.get("bars", [])
         link = f"[benchmarks/{name}.py](../benchmarks/{name}.py)"
+        stored = results(name)
+        if stored is None:
+            parts.append(f"## {name}\n\n{link}: not measured yet.\n")
+            continue
+        bars = stored.get("bars", [])
         if not bars:
             parts.append(f"## {name}\n\n{link}: {'holds' if stored['holds'] else '**missed**'}.\n")
             continue
@@ -53,7 +62,7 @@ def readme() -> str:
     """Return the README with the figures of the bars that it names."""
     text = (ROOT / "README.md").read_text()
     for name in PROGRAMS:
-        for bar in json.loads((ROOT / f"benchmarks/results/{name}.json").read_text()).get("bars", []):
+        for bar in (results(name) or {}).get("bars", []):
             shown = line(bar).split(" | ")[-1].removesuffix(" |")
             row = re.compile(rf"^\| {re.escape(bar['bar'])} \| .* \|$", re.MULTILINE)
             text = row.sub(lambda _, bar=bar, shown=shown: f"| {bar['bar']} | {shown} |", text)

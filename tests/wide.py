@@ -41,6 +41,7 @@ _PATTERNS = (
     r"test_own_loops\.py::test_who_does_not_come.*\[(sleeps|never_backward)",
     r"test_own_loops\.py::test_running_statistics.*\[ddp\]",
     r"test_own_models\.py::test_a_model_ends.*-(allreduce-3|allreduce\(gloo, bucket=0\.0001\)-2)\]",
+    r"test_contracts\.py::.*\[federated\(clients=(5|6).*-2-(?!an_update|deterministic:_a_resumed|uneven)",
     r"test_contracts\.py::.*\[allreduce\+accumulate\(3\)\+topk",
     r"test_own_models\.py::test_a_model_ends.*-allreduce \+ accumulate\(2\)-3\]",
     r"test_own_models\.py::test_a_model_ends.*\[(words_of_a_stream|all_frozen_at_first|recomputed_reentrant|odd_buffers)-",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offbeat.errors import OffbeatError
     from offbeat.league import League, compare
     from offbeat.run.drive import Result, fit
+    from offbeat.runtime.data.client_datasets import ClientDatasets
     from offbeat.runtime.hosts import Host, Hosts
     from offbeat.scaling import BatchSize, Scaling, batch_size, scale
     from offbeat.strategies import Strategy, parse
@@ -27,6 +28,7 @@ _WHERE = {
         "offbeat.errors": ("OffbeatError",),
         "offbeat.league": ("League", "compare"),
         "offbeat.run.drive": ("Result", "fit"),
+        "offbeat.runtime.data.client_datasets": ("ClientDatasets",),
         "offbeat.runtime.hosts": ("Host", "Hosts"),
         "offbeat.scaling": ("BatchSize", "Scaling", "batch_size", "scale"),
         "offbeat.strategies": ("Strategy", "parse"),
@@ -36,8 +38,21 @@ _WHERE = {
     for name in names
 }
 
-__all__ = ["BatchSize", "Data", "Host", "Hosts", "IterativeTask", "League", "OffbeatError", "Result", "Scaling"]
-__all__ += ["Strategy", "Task", "Team", "__version__", "accuracy", "batch_size", "compare", "fit", "init", "parse"]
+__all__ = ["BatchSize", "ClientDatasets", "Data", "Host", "Hosts", "IterativeTask", "League", "OffbeatError"]
+__all__ += [
+    "Result",
+    "Scaling",
+    "Strategy",
+    "Task",
+    "Team",
+    "__version__",
+    "accuracy",
+    "batch_size",
+    "compare",
+    "fit",
+    "init",
+    "parse",
+]
 __all__ += ["scale"]
 
 

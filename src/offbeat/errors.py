@@ -92,6 +92,10 @@ class NonFiniteError(RunError):
     """A loss or a gradient became NaN or infinite."""
 
 
+class SecureAggregationError(RunError):
+    """A secret of secure aggregation cannot be recovered, or a key or share is not what it claims to be."""
+
+
 class CheckpointError(OffbeatError):
     """A checkpoint is missing, damaged, or belongs to another run."""
 

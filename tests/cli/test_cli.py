@@ -26,8 +26,8 @@ from offbeat.strategies import available
 from offbeat.tasks.digits import Digits
 
 COMMANDS = [
-    "run", "compare", "explain", "doctor", "watch", "strategies", "config", "draw", "reduce", "check", "ps", "stop", "logs",
-    "scale", "batch-size", "bench", "keys",
+    "run", "compare", "explain", "doctor", "watch", "strategies", "config", "draw", "reduce", "check", "ps", "stop",
+    "logs", "scale", "batch-size", "bench", "keys",
 ]  # fmt: skip
 BENCH_OPTIONS = {
     "--ranks", "-r", "--size", "--sizes", "--simulate", "--network", "--inside", "--host-count", "--per-host",

@@ -312,12 +312,27 @@ def test_the_table_fits_a_hundred_columns(told: League) -> None:
     assert re.search(r"ddp, again +missed|ddp, again +2.90", text.getvalue())
 
 
+def test_what_contestants_spend_of_privacy_is_shown_if_any_of_them_is_private(told: League) -> None:
+    assert "epsilon" not in report.markdown(told)
+    spent = [dataclasses.replace(e, epsilon=2 + e.seed / 10) if "<b>" in e.name else e for e in told.entries]
+    private = dataclasses.replace(told, entries=tuple(spent))
+    rows = {row["strategy"]: row for row in csv.DictReader(io.StringIO(report.csv_of(private)))}
+    assert (rows["local(<b>4)"]["epsilon"], rows["ddp"]["epsilon"]) == ("2.1", "")
+    assert re.search(r"\| epsilon \|.*\n.*\n.*\| 2.10 \|", report.markdown(private))
+    text = io.StringIO()
+    Console(file=text, width=100, highlight=False).print(report.table(private))
+    assert re.search(r"epsilon +speed-up", text.getvalue().splitlines()[0])
+    assert max(map(len, text.getvalue().splitlines())) <= 100
+
+
 def test_plain_reports_have_every_contestant_and_say_how_to_repeat_it(told: League) -> None:
     plain = json.loads(report.json_of(told))
     assert [row["name"] for row in plain["table"]] == [row.name for row in told.rows]
     assert plain["table"][0]["time"]["median"] == 1.6
     assert plain["table"][2]["time"]["high"] is None
-    assert {tag.partition(":")[0].partition(";")[0] for tag in plain["tags"].values()} == {"measured"}
+    assert {tag.partition(":")[0].partition(";")[0] for tag in plain["tags"].values()} == {
+        *("measured", "computed", "simulated")
+    }
     rows = list(csv.DictReader(io.StringIO(report.csv_of(told))))
     assert [row["strategy"] for row in rows] == [row.name for row in told.rows]
     assert float(rows[0]["relative_median"]) == pytest.approx(0.525)
@@ -326,6 +341,32 @@ def test_plain_reports_have_every_contestant_and_say_how_to_repeat_it(told: Leag
     for piece in ("| local(<b>4) |", "gossip cannot be used here", "Commit abc+", "Data 12ab: hash of the tensors"):
         assert piece in text
     assert "offbeat compare offbeat.tasks.digits --strategy 'local(<b>4)' --workers 2 --seeds 3" in text
+
+
+def test_federated_contestants_are_compared_by_their_clients_traffic_and_privacy() -> None:
+    name = "federated(clients=20, fraction=0.5, speeds=lognormal)"
+    row = entry(name, 0, 2.0, steps=8)
+    spent = [
+        dataclasses.replace(point, epsilon=0.5 * i, client_seconds=10.0 * i) for i, point in enumerate(row.curve, 1)
+    ]
+    more = {"epsilon": 2.0, "client_seconds": 40.0, "curve": spent}
+    told = league({"ddp": [3.0], "ddp, again": [3.0], name: [None], "gossip": [2.5], "single": [3.0]})
+    told = dataclasses.replace(
+        told, entries=tuple(dataclasses.replace(row, **more) if each.name == name else each for each in told.entries)
+    )
+    (own,) = [each for each in told.rows if each.name == name]
+    assert (own.epsilon, own.client_seconds, own.bytes_sent) == (2.0, 40.0, 4000)
+    text = io.StringIO()
+    Console(file=text, width=100, highlight=False).print(report.table(told))
+    assert max(map(len, text.getvalue().splitlines())) <= 100
+    assert "epsilon" in text.getvalue()
+    notes = " ".join(report.fine_print(told))
+    assert "a step is a round of about 10 clients, 512 examples in 8 rounds against 6,400 of ddp in 100 steps" in notes
+    assert "in the clients' own, simulated time it took 40 s to the target" in notes
+    rows = list(csv.DictReader(io.StringIO(report.csv_of(told))))
+    by_name = {each["strategy"]: (each["epsilon"], each["client_seconds"]) for each in rows}
+    assert by_name[name] == ("2.0", "40.0")
+    assert by_name["gossip"] == ("", "")
 
 
 def test_the_page_loads_nothing_and_its_pictures_are_well_formed(told: League) -> None:

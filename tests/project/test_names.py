@@ -12,10 +12,10 @@ SOURCE = Path(offbeat.__file__).parent
 MODULES = 15
 """The most modules that a folder may hold."""
 NOUNS = {
-    "coded", "coding", "colouring", "feed", "fencing", "matching", "mixing",
-    "pacing", "ranking", "sharding", "sided", "slicing", "training",
+    "coded", "coding", "colouring", "federated", "feed", "fencing", "matching", "mixing",
+    "pacing", "ranking", "sampling", "sharding", "sided", "slicing", "training",
 }  # fmt: skip
-"""Nouns that look like participles, a strategy's own name (`coded`), and `two_sided`."""
+"""Nouns that look like participles, strategies' own names (`coded`, `federated`), and `two_sided`."""
 
 
 def test_every_class_name_is_defined_once() -> None:

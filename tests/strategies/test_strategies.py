@@ -114,6 +114,7 @@ def test_the_strategies_and_their_aliases_are_these() -> None:
         *served,
         "hogwild",
         "gossip",
+        "federated",
         "accumulate",
         "local",
         *compressors,
@@ -131,6 +132,10 @@ def test_the_strategies_and_their_aliases_are_these() -> None:
         "dpsgd": "gossip",
         "diloco": "local(500, outer=nesterov(0.7, 0.9))",
         "powersgd": "lowrank",
+        "fedavg": "federated",
+        "fedsgd": "federated(batch=full, algorithm=fedsgd)",
+        "fedbuff": "federated(algorithm=fedbuff(10))",
+        **{name: f"federated(algorithm={name})" for name in ("fedadagrad", "fedadam", "fedyogi", "scaffold")},
     }
 
 

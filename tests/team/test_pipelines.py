@@ -66,6 +66,29 @@ def test_an_update_may_have_several_batches(launcher: Launcher, tmp_path: Path) 
         assert_same(expected, result)
 
 
+def test_a_stage_has_memory_for_little_more_than_half_of_a_transformers_training(
+    launcher: Launcher, tmp_path: Path, shared: Path
+) -> None:
+    words = ["--model", "halves", "--optimizer", "AdamW", "--steps", "6"]
+    whole = alone(launcher, shared, *words)
+    stages = trained(launcher, tmp_path, "pipeline(2)", 2, *words)
+    for stage in stages:
+        assert_same(whole, stage)
+        assert stage["held"] <= 0.6 * whole["held"]
+    assert sum(stage["held"] for stage in stages) > whole["held"], "the embedding is in both"
+
+
+@pytest.mark.parametrize(("strategy", "counted"), [("pipeline(2)", 136), ("pipeline(2, gpipe, microbatches=5)", 94)])
+def test_batch_norm_has_two_examples_in_each_microbatch_of_the_smaller_last_batch(
+    launcher: Launcher, tmp_path: Path, strategy: str, counted: int
+) -> None:
+    results = trained(launcher, tmp_path, strategy, 2, "--model", "normed")
+    for result in results:  # 16, 16 and 8 examples, six times, and 16 twice.
+        assert {int(result["model"][f"{layer}.num_batches_tracked"]) for layer in (1, 4, 7)} == {counted}
+        same(results[0]["model"], result["model"], 0)
+        assert sum(result["losses"][-3:]) < sum(result["losses"][:3])
+
+
 def test_a_run_moves_from_stages_to_one_process_and_back(launcher: Launcher, tmp_path: Path, shared: Path) -> None:
     words = ["--model", "words", "--optimizer", "AdamW"]
     expected = alone(launcher, shared, *words)
@@ -160,6 +183,8 @@ def test_a_task_learns_in_stages_as_it_does_alone(launcher: Launcher, tmp_path: 
         (["--optimizer", "LBFGS"], "pipeline(2)", "LBFGS steps with a closure"),
         (["--called"], "pipeline(2)", r"the model was called, but under .*team\.pipeline\(model, criterion\)"),
         (["--summed"], "pipeline(2)", "the criterion is not a mean over the examples"),
+        (["--batches", "divided"], "pipeline(2)", "workers 0 and 1 have different batches, but under .*pipeline"),
+        (["--batches", "divided"], "tensor(2)", "workers 0 and 1 have different batches, but under .*tensor"),
         ([], "pipeline(2, microbatches=17)", "16 examples cannot be cut into microbatches=17"),
     ],
 )
@@ -168,6 +193,20 @@ def test_what_cannot_be_trained_in_stages_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         trained(launcher, tmp_path, strategy, 2, *words)
+
+
+def test_replicas_with_the_same_batches_are_noticed_and_workers_of_one_replica_are_not(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    noticed = list[list[str]]()
+    for strategy, workers in (("pipeline(2)", 2), ("allreduce + pipeline(2)", 4)):
+        folder = tmp_path / str(workers)
+        trained(launcher, folder, strategy, workers, "--model", "tied", "--batches", "own", steps=10)
+        [file] = (folder / "runs").glob(f"2*/{RUN_FILE}")
+        noticed.append(json.loads(file.read_text(encoding="utf-8"))["result"]["warnings"])
+    alone, [warning] = noticed
+    assert alone == [], "two stages have the gradient of their common weight"
+    assert "all 2 replicas had the same gradients" in warning
 
 
 def test_a_stage_that_raises_is_named_with_its_own_traceback(launcher: Launcher, tmp_path: Path) -> None:

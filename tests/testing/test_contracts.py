@@ -20,12 +20,15 @@ INSTEAD = {
     "downpour": ("downpour(push=2, fetch=3, shards=2, warm=4)", 3),
     "elastic": ("elastic(period=2, asynchronous=False)", 3),
     "hogwild": ("hogwild", 3),
+    "federated": ("federated(clients=7, fraction=1, batch=4)", 3),
 }
 """What is harder to keep the contract with than the defaults on two workers, which then follow."""
 WORLDS = [
     *(INSTEAD.get(name, (name, 2)) for name in EXCHANGES),
     ("allreduce(shard=optimizer)", 2),
     ("allreduce(shard=gradients)", 3),
+    ("federated(clients=6, fraction=1, algorithm=fedsgd, batch=full)", 2),
+    ("federated(clients=5, fraction=0.6, algorithm=fedbuff(2))", 2),
     ("local(4)", 2),
     ("pipeline(2)", 2),
     ("tensor(2)", 2),
@@ -92,6 +95,8 @@ def _demands(text: str) -> int:
         return (
             8 if "asynchronous" in text else 11
         )  # Replicas differ; without a beat there is chance, and a death ends nothing.
+    if name == "federated":
+        return 11  # No worker has a replica of its own to compare, and clients train alone.
     if name == "pipeline":
         return 12  # No worker has a replica of its own, and where the model is cut is measured.
     if name == "tensor":

@@ -157,6 +157,28 @@ COMMANDS: Final = (
         ),
         options.ServerOptions,
     ),
+    Command(
+        "federated serve",
+        "federated:serve",
+        (
+            "federated serve offbeat.tasks.digits --strategy 'federated(clients=3, fraction=1)' --rounds 10",
+            "federated serve task.py:Scans --strategy 'federated(clients=3, fraction=1)' --keys server.keys "
+            "--address tcp://0.0.0.0:7777",
+            "federated serve --resume runs/latest",
+        ),
+        options.FederatedServerOptions,
+        leading=("strategy", "rounds", "address", "keys"),
+    ),
+    Command(
+        "federated join",
+        "federated:join",
+        (
+            "federated join tcp://127.0.0.1:7777 offbeat.tasks.digits --part 0",
+            "federated join tcp://server:7777 task.py:Scans --data ./scans --keys own.keys --server-key PUBLIC",
+        ),
+        options.FederatedClientOptions,
+        leading=("data", "part", "keys", "server_key"),
+    ),
     Command("keys new", "keys:new", ("keys new run.keys",), options.NewKeys),
     Command("keys show", "keys:show", ("keys show run.keys",), options.ShownKeys),
     Command("keys allow", "keys:allow", ("keys allow server.keys PUBLIC",), options.AllowedKey),
@@ -165,6 +187,11 @@ GROUPS: Final = {
     "bench": (
         "Benchmark collectives on this machine, or simulate networks and clusters.",
         "Example: offbeat bench collectives --simulate --ranks 64 --network 10Gbit,50us",
+    ),
+    "federated": (
+        "Federated learning on real clients, which keep their data: run the server, or join as a client.",
+        "Example: offbeat federated serve offbeat.tasks.digits --strategy 'federated(clients=3, fraction=1)', then "
+        "offbeat federated join ADDRESS offbeat.tasks.digits --part 0 for clients 0, 1 and 2",
     ),
     "keys": (
         "Create and show the keys that connections from other machines need.",

@@ -23,7 +23,7 @@ from offbeat.monitor import Verdict
 from offbeat.run.job import Job, Script
 from offbeat.runtime.launch import LogFollower, Role
 from offbeat.runtime.run.folder import RunFolder
-from offbeat.runtime.run.report import kinds_in_words, pushes_in_words, shares, staleness_in_words
+from offbeat.runtime.run.report import kinds_in_words, pushes_in_words, shares, staleness_in_words, updates_in_words
 from offbeat.runtime.state.checkpoint import newest
 
 PANEL_WIDTH = 58
@@ -204,13 +204,15 @@ class Display(LivePanel):
         progress = self._progress
         speed = progress["samples"] / progress["seconds"] if progress.get("seconds") else 0.0
         parts = [
-            f"step {progress['step']}",
+            f"{'round' if progress.get('rounds') else 'step'} {progress['step']}",
             "" if progress.get("epoch") is None else f"epoch {progress['epoch']}",
             "" if progress.get("loss") is None else f"loss {progress['loss']:.4f}",
             *(f"{name} {value:.4g}" for name, value in self._metrics.items()),
+            "" if progress.get("epsilon") is None else f"epsilon {progress['epsilon']:.3g}",
             f"{speed:,.0f} examples/s" if speed else "",
             staleness_in_words(progress.get("staleness", {})),
             pushes_in_words(progress.get("pushes", {}), trouble_only=True),
+            "updates: " + updates_in_words(progress["rounds"]) if progress.get("rounds") else "",
             f"replicas {progress['distance']:.2g} apart" if progress.get("distance") else "",
         ]
         return list(filter(None, parts))

@@ -471,3 +471,53 @@ class AllowedKey(NewKeys):
     """Allow the holder of another key file to connect, by its public key."""
 
     public: str = argument("Public key of another key file.", "PUBLIC")
+
+
+_FEDERATED_TASK = "A task: `file.py:Class`, or a module such as `offbeat.tasks.digits`."
+
+
+@dataclass(frozen=True)
+class FederatedServerOptions(Printed):
+    """Run the rounds of a task with real clients. The server has no data: it selects clients and averages updates."""
+
+    what: str | None = argument(f"{_FEDERATED_TASK} Omit it with --resume.", "TASK", None)
+    arguments: tuple[str, ...] = argument("`--name value` pairs of the task.", "[-- ARGS]", ())
+    strategy: str | None = option(None, "Strategy, e.g. `federated(clients=3, fraction=1, epochs=2)`.", "-s")
+    rounds: int | None = option(None, "Number of rounds. Default: as many as pass over the data as the task says.")
+    address: str | None = option(
+        None, "Where clients connect: `tcp://HOST:PORT`. Default: a free port that only this machine can reach."
+    )
+    keys: Path | None = option(
+        None, "Key file that allows the clients' keys, client 0's first. Required off this machine.", metavar="FILE"
+    )
+    first: int | None = option(None, "Clients that must be there before the first round. Default: all.")
+    validate: bool = option(
+        False, "Score the model here, on the task's own validation data. Default: clients score it, on theirs."
+    )
+    target: float | None = option(None, "Stop at this score. Default: the task's.", "-t")
+    seed: int = option(0, "Random seed: initial model, selection of clients, and their order of examples.")
+    silence: float = option(30.0, "Seconds without a sign of life after which a client is no longer waited for.")
+    timeout: float = option(3600.0, "Longest wait for enough clients, in seconds.")
+    out: Path = option(Path("runs"), "Directory for run folders.", "-o", metavar="FOLDER")
+    resume: Path | None = option(None, "Go on with the rounds of the server in this folder.", command_line_only=True)
+
+
+@dataclass(frozen=True)
+class FederatedClientOptions(Printed):
+    """Take part in a server's rounds with data of your own, which stays here."""
+
+    address: str = argument("Where the server listens: `tcp://HOST:PORT`.", "ADDRESS")
+    what: str = argument(_FEDERATED_TASK, "TASK")
+    arguments: tuple[str, ...] = argument("`--name value` pairs of the task.", "[-- ARGS]", ())
+    data: Path | None = option(
+        None, "Folder with this client's data, which the task's client_data(folder) reads.", metavar="FOLDER"
+    )
+    part: int | None = option(
+        None, "To try things out, instead of --data: the part of the task's data that this client has in simulation."
+    )
+    name: str | None = option(None, "What the server's operator sees. Default: the name of the data's folder.")
+    client: int | None = option(None, "This client's number. Default: that of its key, or the first free one.")
+    keys: Path | None = option(None, "This client's own key file. Required off this machine.", metavar="FILE")
+    server_key: str | None = option(None, "The server's public key. Default: the one in --keys.", metavar="PUBLIC")
+    timeout: float = option(600.0, "Longest silence of the server, in seconds.")
+    out: Path = option(Path("runs"), "Directory for what this client keeps: its state, and the final model.", "-o")

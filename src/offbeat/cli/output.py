@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 if TYPE_CHECKING:
     from rich.table import Table
 
-LONG_COMMANDS = ("run", "compare", "scale", "batch-size", "bench", "check", "watch")
+LONG_COMMANDS = ("run", "compare", "scale", "batch-size", "bench", "check", "watch", "federated")
 """Commands that go on when the reader of their output is gone."""
 NOBODY_READS = 128 + signal.SIGPIPE
 """Exit code of short commands then, as of tools ended by SIGPIPE."""

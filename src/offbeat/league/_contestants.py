@@ -11,7 +11,7 @@ from offbeat import limits
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.disturbances import check
 from offbeat.run.job import Job, resolve
-from offbeat.run.server_supervisor import servers_of
+from offbeat.run.server_supervisor import role_counts
 from offbeat.runtime.launch import threads_for
 from offbeat.runtime.run.settings import Goal
 from offbeat.strategies import Strategy, combined, expand
@@ -99,8 +99,7 @@ def resolved(job: Job, one: Contestant, seed: int = 0, factor: float = 1.0) -> J
 
 def _misplaced(job: Job) -> tuple[str, ...]:
     """Disturbances of servers or workers that this run does not have."""
-    needs = servers_of(job)
-    cast = {"worker": job.workers} | ({"server": needs[0]} if needs and needs[0] else {})
+    cast = role_counts(job)
     misplaced: list[str] = []
     for sentence in job.goal.disturb:
         try:

@@ -32,10 +32,12 @@ TAGS = {
     "time, relative, speedup, step_seconds, core_seconds, startup_seconds, seconds_by_kind": "measured",
     "reached, steps, samples, score, test_score": "measured",
     "kernel_bytes": "measured",
-    "bytes_sent": "measured: read off the schedules that ran",
+    "bytes_sent": "measured: read off the schedules that ran; federated: what clients and server would send each other",
+    "epsilon": "computed: from noise, sampling and rounds",
+    "client_seconds": "simulated: federated clients' own time",
     "curve": "measured; bytes between evaluations are scaled from one worker's to all",
 }
-"""The origin of each figure; nothing in a comparison is simulated or extrapolated."""
+"""The origin of each figure; only clients of federated learning are simulated, and nothing is extrapolated."""
 _MOST = 1e18  # Beyond any figure of a run.
 
 

@@ -44,6 +44,10 @@ class Evaluation:
     score: float
     evaluate_seconds: float = 0.0
     """Time spent on evaluations so far, including this one."""
+    epsilon: float | None = None
+    """Privacy spent so far; None if the strategy promises none."""
+    client_seconds: float | None = None
+    """Federated: seconds so far in the simulated time of the clients."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,10 @@ class Entry(Planned):
     """Payload, by the schedules that ran."""
     kernel_bytes: int | None = None
     """The kernel's count on the hosts' links, including headers; None on one machine, whose loopback counts all."""
+    epsilon: float | None = None
+    """Privacy spent until the target, or until the end of a run that missed it; None if it promises none."""
+    client_seconds: float | None = None
+    """Federated: simulated seconds of the clients, likewise."""
     seconds_by_kind: dict[str, float] = field(default_factory=dict[str, float])
     score: float | None = None
     best_score: float | None = None
@@ -100,6 +108,7 @@ def of_result(entry: Entry, result: Result, target: Target) -> Entry:
     reached = next((point for point in curve if target.reached(point.score)), None)
     names = {f.name for f in dataclasses.fields(Entry)} & {f.name for f in dataclasses.fields(Result)}
     counted = [host.get("sent_bytes") for host in result.hosts]
+    rounds = result.federated
     return dataclasses.replace(
         entry,
         **{name: getattr(result, name) for name in names},
@@ -108,6 +117,8 @@ def of_result(entry: Entry, result: Result, target: Target) -> Entry:
         samples_to_target=None if reached is None else reached.samples,
         bytes_to_target=None if reached is None else reached.bytes_sent,
         kernel_bytes=None if not counted or None in counted else sum(cast("list[int]", counted)),
+        epsilon=rounds.get("epsilon") if reached is None else reached.epsilon,
+        client_seconds=rounds.get("simulated_seconds") if reached is None else reached.client_seconds,
         curve=curve,
     )
 
@@ -127,5 +138,6 @@ def _curve(result: Result, target: Target) -> list[Evaluation]:
         if score is not None:
             sent = round(line.get("bytes_sent", 0) * scale)
             evaluation = line["seconds_by_kind"]["evaluate"]
-            points.append(Evaluation(line["step"], line["samples"], line["seconds"], sent, score[1], evaluation))
+            own = (line.get("epsilon"), (line.get("rounds") or {}).get("simulated_seconds"))
+            points.append(Evaluation(line["step"], line["samples"], line["seconds"], sent, score[1], evaluation, *own))
     return points

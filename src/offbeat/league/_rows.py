@@ -15,7 +15,7 @@ from offbeat.league._records import Entry
 from offbeat.runtime.run.stopwatch import BUBBLE, KINDS
 from offbeat.statistics import JsonData, Spread, ratios, spread
 
-_MEDIANS = ("kernel_bytes", "core_seconds", "startup_seconds", "test_score")
+_MEDIANS = ("kernel_bytes", "core_seconds", "startup_seconds", "test_score", "epsilon", "client_seconds")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LeagueRow(JsonData):
     samples: float | None = None
     """Examples, likewise."""
     bytes_sent: float | None = None
-    """Payload of all workers, likewise."""
+    """Payload of all workers, likewise; federated: of clients and server, in place of the workers' own."""
     kernel_bytes: float | None = None
     """As counted by the kernel on the hosts' links, over whole runs; None on one machine."""
     core_seconds: float | None = None
@@ -57,6 +57,10 @@ class LeagueRow(JsonData):
     """The best on validation data."""
     test_score: float | None = None
     """On test data, once, at the end; tasks only."""
+    epsilon: float | None = None
+    """Privacy spent until the target, or until the end of a run that missed it; None if it promises none."""
+    client_seconds: float | None = None
+    """Federated: simulated seconds of the clients, likewise."""
     resolution: tuple[float, float] | None = None
     """Steps and seconds between two evaluations: times to the target are no finer."""
     failures: tuple[str, ...] = ()

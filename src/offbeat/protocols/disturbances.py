@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar
+from typing import Final, NoReturn, TypeVar
 
 import numpy as np
 from msgspec import Struct
@@ -20,16 +20,22 @@ from offbeat.errors import UsageError
 from offbeat.limits import SECONDS
 from offbeat.protocols.partition import mixed
 
-ROLES = ("worker", "server")  # Roles that can be disturbed.
+ROLES = ("worker", "server", "client")  # Roles that can be disturbed; clients are those of federated learning.
 FORMS = (
     "worker 1: pause 200ms every 1s",
     "any worker: pause 200ms with probability 0.15",
     "worker 2: kill at step 50",
     "server 0: stop 5s at step 50",
     "worker *: pace 40ms",
+    "client 7: poison(sign, 10)",
 )
 """One example of each form; every error shows them."""
 BLOCK = 1024  # Steps whose chances are drawn together.
+POISONS: Final = ("sign", "noise", "labels")
+"""How a client attacks: with its update reversed, with noise, or by training on wrong labels."""
+FACTOR: Final = 10.0
+"""By how much a poisoned update is scaled unless the sentence says it."""
+LARGEST_FACTOR: Final = 1e6
 
 Value = TypeVar("Value")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -73,7 +79,19 @@ class PaceFault(Struct, frozen=True):
     seconds: float
 
 
-Action = KillFault | Pause | PaceFault
+class Poison(Struct, frozen=True):
+    """A client attacks the model in the rounds that it takes part in: in all, or with a probability."""
+
+    kind: str  # Of `POISONS`.
+    factor: float = FACTOR  # What a reversed update is multiplied by, or how long noise is beside an honest update.
+    when: Chance | None = None  # In each round independently; None: in every one.
+
+    def strikes(self, chance: float) -> bool:
+        """Whether it attacks in a round, from a uniform random number."""
+        return self.when is None or chance < self.when.probability
+
+
+Action = KillFault | Pause | PaceFault | Poison
 
 
 class Disturbance(Struct, frozen=True):
@@ -102,7 +120,7 @@ def check(disturbances: Sequence[Disturbance], cast: Mapping[str, int]) -> None:
 def asked(disturbances: Sequence[Disturbance], cast: Mapping[str, int]) -> int:
     """Number of requested faults: a sentence counts once for each process that it applies to.
 
-    So all one-time faults have happened when this many have fired.
+    So all one-time faults have happened when this many have fired. A poison fires again with each poisoned update.
     """
     return sum(1 if one.rank is not None else cast.get(one.role, 0) for one in disturbances)
 
@@ -135,7 +153,7 @@ class FaultPlan:
         return [
             (number, action)
             for number, action in self._mine
-            if not isinstance(action, PaceFault) and self._strikes(number, action.when, step)
+            if not isinstance(action, PaceFault | Poison) and self._strikes(number, action.when, step)
         ]
 
     @property
@@ -188,7 +206,7 @@ def parse(text: str) -> Disturbance:
 class _Sentence:
     def __init__(self, text: str) -> None:
         self._text = text
-        spaced = re.sub(r"([0-9])\s+(us|ms|s)\b", r"\1\2", text.lower().replace(":", " : "))
+        spaced = re.sub(r"([0-9])\s+(us|ms|s)\b", r"\1\2", re.sub(r"([:(),])", r" \1 ", text.lower()))
         self._words = spaced.split()
         self._next = 0
 
@@ -199,6 +217,12 @@ class _Sentence:
         if self._next < len(self._words):
             self._refuse("the end of the sentence")
         when = None if isinstance(action, PaceFault) else action.when
+        if isinstance(action, Poison) != (role == "client"):
+            self._fail(
+                "poison is for clients" if role != "client" else "a client is not a process, so it can only poison"
+            )
+        if isinstance(action, Poison) and when is not None and not anyone:
+            self._fail("a probability is for 'any client'")
         if anyone and not isinstance(when, Chance):
             self._fail(f"'any {role}' is for what happens with a probability. Say which ({role} 0), or all ({role} *)")
         if isinstance(action, PaceFault) and role != "worker":
@@ -213,11 +237,30 @@ class _Sentence:
         return role, self._whole(f"the {role}'s number, or * for each"), False
 
     def _action(self) -> Action:
-        verb = self._one_of("kill", "pause", "stop", "pace")
+        verb = self._one_of("kill", "pause", "stop", "pace", "poison")
         if verb == "kill":
             return KillFault(self._at_step())
+        if verb == "poison":
+            return self._poison()
         seconds = self._seconds()
         return PaceFault(seconds) if verb == "pace" else Pause(seconds, self._when(seconds))
+
+    def _poison(self) -> Poison:
+        kind, factor = POISONS[0], FACTOR
+        if self._take_if("("):
+            kind = self._one_of(*POISONS)
+            if kind != "labels" and self._take_if(","):
+                factor = self._factor()
+            self._expect(")")
+        if not self._take_if("with"):
+            return Poison(kind, factor)
+        self._expect("probability")
+        return Poison(kind, factor, Chance(self._probability()))
+
+    def _factor(self) -> float:
+        factor = self._number()
+        wanted = f"a factor above 0 and up to {LARGEST_FACTOR:g}"
+        return self._take(0 < factor <= LARGEST_FACTOR, factor, wanted)
 
     def _when(self, pause: float) -> AtStep | Every | Chance:
         if self._word() == "at":
@@ -242,11 +285,14 @@ class _Sentence:
             0 < seconds <= SECONDS, seconds, "a time above 0 and up to a year, with its unit, such as 200ms or 5s"
         )
 
-    def _probability(self) -> float:
+    def _number(self) -> float:
         try:
-            value = float(self._word())
+            return float(self._word())
         except ValueError:
-            value = math.nan
+            return math.nan
+
+    def _probability(self) -> float:
+        value = self._number()
         return self._take(0 <= value <= 1, value, "a probability from 0 to 1")
 
     def _whole(self, what: str) -> int:

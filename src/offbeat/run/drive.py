@@ -29,7 +29,7 @@ from offbeat.monitor import LASTING, STRAGGLER, LiveWatch, Verdict
 from offbeat.protocols.disturbances import asked, check
 from offbeat.run import job as jobs
 from offbeat.run.job import Job, Script, agreed_workers, earlier, plain_target, resolve
-from offbeat.run.server_supervisor import Serving, servers_of, serving
+from offbeat.run.server_supervisor import Serving, role_counts, servers_of, serving
 from offbeat.run.step_times import predicted, verdict
 from offbeat.runtime import launch
 from offbeat.runtime.hosts import Hosts, Placed, placed
@@ -146,7 +146,7 @@ def drive(job: Job, *, launcher: Launcher | None = None, watcher: Watcher | None
         # With the faults requested now: a resumed run does not die of the same fault again.
         sentences, job = job.goal.disturb, resolve(job)
         job = dataclasses.replace(job, goal=dataclasses.replace(job.goal, disturb=sentences))
-        check(job.goal.disturbances, _role_counts(job))
+        check(job.goal.disturbances, role_counts(job))
         needs = servers_of(job)
         processes = job.workers + (needs[0] * (1 + needs[1]) if needs else 0)
         check_room(processes, job.threads or threads_for(job.workers))
@@ -262,12 +262,6 @@ def _conclude(watch: LiveWatch, folder: RunFolder, error: BaseException) -> None
             raise VerdictError(verdict.headline, kind=verdict.kind, verdict=verdict.plain()) from error
 
 
-def _role_counts(job: Job) -> dict[str, int]:
-    """Number of processes of each role; of servers, the number of shards."""
-    needs = servers_of(job)
-    return {"worker": job.workers} | ({"server": needs[0]} if needs and needs[0] else {})
-
-
 def _folder_for(job: Job) -> RunFolder:
     if job.resume:
         folder = RunFolder.open(job.resume)
@@ -372,7 +366,7 @@ class _Collected:
 
     def fault_counts(self) -> dict[str, int]:
         """How many faults were requested, and how many have fired."""
-        requested = asked(self._job.goal.disturbances, _role_counts(self._job))
+        requested = asked(self._job.goal.disturbances, role_counts(self._job))
         return {"asked": requested, "fired": self._fired.total()}
 
     def fired_for(self, role: Role) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any, cast
 import msgspec
 
 from offbeat import limits
-from offbeat.errors import CheckpointError, StrategyError, TaskError, UsageError
+from offbeat.errors import CheckpointError, OffbeatWarning, StrategyError, TaskError, UsageError
+from offbeat.runtime.federated.privacy_accountant import check_installed
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.run.folder import RUN_FILE, RunFolder, part
 from offbeat.runtime.run.result import Result
@@ -140,10 +142,10 @@ def resolve(job: Job) -> Job:
     if isinstance(job.what, TaskReference):
         task = job.what.build()
         changes |= _from_task(task, goal)
-        if isinstance(strategy.exchange, Federated) and changes.get("steps", goal.steps) is None:
-            # A step is a round of clients; epochs are passes over all data.
-            passes = changes.pop("epochs", None) or goal.epochs or 1
-            changes |= {"steps": strategy.exchange.rounds(passes), "epochs": None}
+        if isinstance(strategy.exchange, Federated):
+            changes |= _in_rounds(strategy.exchange, task, job)
+            job = dataclasses.replace(job, threads=1)
+            _check_federated(task, strategy, strategy.exchange, job.hosts)
         if strategy.split:
             _refuse_unsplittable(task, strategy, job.workers)
         if isinstance(task, IterativeTask) and goal.replace:
@@ -157,6 +159,41 @@ def resolve(job: Job) -> Job:
                 f"every step already sums over all data. Use {strategy.exchange} alone."
             )
     return dataclasses.replace(job, goal=dataclasses.replace(goal, **changes))
+
+
+def _check_federated(task: AnyTask, strategy: Combined, rules: Federated, hosts: Hosts | None) -> None:
+    """Refuse what clients of this task cannot do, and warn of a promise that is weak."""
+    name = type(task).__name__
+    if isinstance(task, IterativeTask):
+        rules.check_iterative(name)
+        if strategy.compressions:
+            raise StrategyError(
+                f"{strategy.compressions[0]} cannot be used with {name}: its clients send sums of statistics anew in "
+                f"every round, so what one message left out would never be sent. Omit it."
+            )
+    owing = [part for part in strategy.compressions if getattr(part, "owes", False)]
+    if owing and hosts is not None and len(set(hosts.of_workers())) > 1:
+        raise StrategyError(
+            f"under federated, {owing[0]} keeps what each client has not sent yet in the run's folder, which several "
+            f"hosts do not share. Put all workers on one host, or say feedback=False."
+        )
+    if (terms := rules.privacy_terms) is not None:
+        check_installed()
+        if terms.doubt:
+            warnings.warn(terms.doubt, OffbeatWarning, stacklevel=3)
+
+
+def _in_rounds(strategy: Federated, task: AnyTask, job: Job) -> dict[str, Any]:
+    """The budget in rounds, of which each is a step; refuse threads on which the bits of the result would depend."""
+    if job.threads not in (None, 1):
+        raise UsageError(
+            f"--threads {job.threads}: under federated a worker has one thread, because sums inside an operator, and "
+            f"so the bits of the result, depend on their number. Omit it, and ask for more workers."
+        )
+    passes = job.goal.epochs or (task.epochs if isinstance(task, Task) else None)
+    if job.goal.steps is not None or passes is None:
+        return {}
+    return {"steps": strategy.rounds(passes), "epochs": None}
 
 
 def _refuse_unsplittable(task: AnyTask, strategy: Combined, workers: int) -> None:

@@ -19,6 +19,7 @@ from offbeat.runtime.hosts import Placed
 from offbeat.runtime.launch import Role, RoleOutcome, obituary
 from offbeat.runtime.run.folder import RunFolder
 from offbeat.strategies import combined, parse
+from offbeat.strategies.federated.strategy import Federated
 from offbeat.strategies.splitting.layouts import order_of
 from offbeat.strategies.worker.exchange import Exchanging
 
@@ -36,6 +37,14 @@ def servers_of(job: Job) -> tuple[int, int, Rule] | None:
     needs = cast("Exchanging", strategy.exchange).servers(strategy.replicas(job.workers))
     # Each part of a model that is split has shards of its own.
     return None if needs is None else (needs[0] * strategy.replica_size, *needs[1:])
+
+
+def role_counts(job: Job) -> dict[str, int]:
+    """Number of processes of each role; of servers, the number of shards; of clients, the simulated ones."""
+    needs = servers_of(job)
+    counts = {"worker": job.workers} | ({"server": needs[0]} if needs and needs[0] else {})
+    exchange = None if job.goal.strategy is None else combined(parse(job.goal.strategy)).exchange
+    return counts | ({"client": exchange.clients} if isinstance(exchange, Federated) else {})
 
 
 SPARES = 16

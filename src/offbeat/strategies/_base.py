@@ -51,6 +51,8 @@ class Traits:
     """The same seed gives the same bits."""
     elastic: bool = False
     """Workers may leave and join while it runs."""
+    refuses_updates: bool = False
+    """An update that is not finite is refused and counted, and the run goes on."""
     splits_model: bool = False
     """No worker holds the whole model, so the task must say how to take it apart."""
 
@@ -61,6 +63,7 @@ class Traits:
             exact=self.exact and other.exact,
             deterministic=self.deterministic and other.deterministic,
             elastic=self.elastic,
+            refuses_updates=self.refuses_updates,
             splits_model=self.splits_model or other.splits_model,
         )
 

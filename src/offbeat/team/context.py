@@ -174,7 +174,7 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     chosen = torch.tensor([goal.seed if goal.seed is not None else torch.initial_seed() % 2**62])
     seed = int(group.share(chosen, "the sharing of the seed"))
     holdings = Holdings()
-    watch = LoopHooks(group, holdings, exchange, pace, ledger, str(strategy), whole=mesh is None)
+    watch = LoopHooks(group, holdings, exchange, pace, ledger, str(strategy), mesh.place.parts if mesh else ())
     reports = Reports(group, ledger, stopwatch, assignment.send)
     reports.evidence, reports.compare = watch.evidence, watch.compare
     reports.figures = exchange.figures if isinstance(exchange, Observed) else reports.figures

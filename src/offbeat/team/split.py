@@ -82,12 +82,12 @@ class SplitWork:
             self._ways.plan(model)
         flat = Rows([*model.parameters(), *model.buffers()], every_kind=True)
         flat.write([self._context.world.share(row, "the sharing of worker 0's model") for row in flat.read()])
-        self._guard = model.register_forward_pre_hook(self._before_forward)
+        self._guard = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
-    def _before_forward(self, model: nn.Module, _inputs: Any) -> None:
+    def _before_forward(self, model: nn.Module, *inputs: Any) -> None:
         if self._stages is not None:
             self._stages.before_call()
-        elif self._ways is not None and self._ways.before_call(model):
+        elif self._ways is not None and self._ways.before_call(model, inputs):
             self._context.exchange.begin(model)
 
     def draw_alike(self) -> None:

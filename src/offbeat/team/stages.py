@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from offbeat.errors import UsageError
 from offbeat.protocols.partition import mixed
@@ -53,6 +54,7 @@ class StageWork:
         self._foreign: ForeignGradients | None = None
         self._drawn: Tensor | None = None
         self._steps = 0
+        self._batch, self._least = 0, 1  # Examples in the first batch, and at least in a microbatch.
         self._figures: StageFigures | None = None
 
     def before_call(self) -> None:
@@ -86,8 +88,9 @@ class StageWork:
 
     def _step(self, model: nn.Module, batch: tuple[Any, Any], criterion: Callable[[Any, Any], Tensor]) -> Tensor:
         examples = examples_of(batch)
-        count = self._microbatches(examples)
+        count = self._microbatches(model, examples)
         if self._executor is None:
+            self._context.check_batch(batch)
             self._cut(model, cut(batch, 0, count)[0], criterion, count)
         executor, stand_ins = cast("_Parts", (self._executor, self._stand_ins))
         if self._figures is not None:
@@ -102,9 +105,15 @@ class StageWork:
         self._steps += 1
         return loss
 
-    def _microbatches(self, examples: int) -> int:
-        count = self._pipeline.microbatches_of(examples)
-        if count > examples and self._pipeline.microbatches != "auto" and self._steps == 0:
+    def _microbatches(self, model: nn.Module, examples: int) -> int:
+        if self._steps == 0:
+            self._batch = examples
+            # Statistics of one example alone do not exist.
+            self._least = 2 if any(isinstance(module, BatchNorm) for module in model.modules()) else 1
+        count = self._pipeline.microbatches_of(examples, self._least)
+        if examples < self._batch:  # The last batch of an epoch; it may have fewer examples than microbatches.
+            return self._pipeline.fewer_microbatches(count, examples, self._least) if self._least > 1 else count
+        if count > examples and self._pipeline.microbatches != "auto":
             raise UsageError(
                 f"a batch of {examples} examples cannot be cut into microbatches={count}. Ask for fewer microbatches "
                 f"or larger batches; each of {self._mesh.place.replicas} replicas gets its share of a batch."

@@ -80,6 +80,8 @@ class Team:
 
     def __init__(self, assignment: Assignment, place: Place) -> None:
         self._place = work = set_up(assignment, place)
+        self.memory = work.memory
+        """Reads and writes checkpoints."""
         self._boundaries = Boundaries(work)
         self._feed = LoaderFeed(work, self._boundaries)
         self._adoption = Adoption(work, self._feed)
@@ -211,11 +213,6 @@ class Team:
     def step(self) -> int:
         """Updates done."""
         return self.ledger.steps
-
-    @property
-    def checkpointed(self) -> int:
-        """The step of the newest checkpoint; -1 if there is none."""
-        return self._place.memory.written_at
 
     @property
     def stopping(self) -> bool:

@@ -50,13 +50,14 @@ class WayWork:
         assert self._plan is not None  # noqa: S101 (planned)
         return frozenset(split.name for split in self._plan.splits if split.manner is Manner.HEADS)
 
-    def before_call(self, model: nn.Module) -> bool:
+    def before_call(self, model: nn.Module, inputs: Any) -> bool:
         """The whole model is called: cut it if this is the first step; returns whether it was cut now."""
         if self._split is not None and self._split.is_whole:
             return False
         if torch.is_grad_enabled():
             first = self._split is None
             if first:
+                self._context.check_batch(inputs)
                 self.cut(model)
             if self._figures is not None:
                 self._figures.called()

@@ -7,145 +7,95 @@ updates are summed in fixed point: the result has the same bits with any number 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
-import msgspec
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset, Subset
+from torch import Tensor
 
 from offbeat.errors import DataError, NonFiniteError
+from offbeat.protocols.federated.client_parts import held_out
 from offbeat.runtime.federated.aggregation import ClientUpdate, Selected
-from offbeat.runtime.federated.client_state import ClientState, ClientStates
-from offbeat.runtime.federated.flat_model import FlatModel
-from offbeat.runtime.federated.local_training import LocalResult, LocalTrainer, Visit, check_loss, examples_of
+from offbeat.runtime.federated.client_state import ClientStates
+from offbeat.runtime.federated.local_training import Visit, examples_of
+from offbeat.runtime.federated.poison import Attackers
 from offbeat.runtime.federated.round_log import RoundLog
-from offbeat.simulate.federated import Participant, RoundOutcome, RoundProgress, VirtualRounds
-from offbeat.strategies.federated.algorithms import ServerSide
+from offbeat.simulate.federated import Participant, RoundOutcome, VirtualRounds
 from offbeat.strategies.federated.strategy import Federated, FederatedWorker
-from offbeat.strategies.federated.update_path import UpdatePath, update_path
-from offbeat.task import Task
+from offbeat.task import AnyTask, Data, Task
 from offbeat.team.team import Team
-from offbeat.worker.client_data import divided
+from offbeat.worker.client_data import classes_of, divided
+from offbeat.worker.federated_learner import GradientLearner, Learner
+from offbeat.worker.federated_personal import OwnExamples, PersonalModels
+from offbeat.worker.federated_statistics import StatisticsLearner
 from offbeat.worker.model_file import write_model
-from offbeat.worker.task_data import data_of, loader_over, on_device, size_of
+from offbeat.worker.task_data import data_of
 
 CLIENTS_FOLDER: Final = "clients"
 """The folder, in that of the run, of what clients keep."""
-COUNTS: Final = ("rounds", "updates", "late", "dropped", "refused", "failed_rounds", "bytes_down", "bytes_up")
-"""What is counted over the rounds of a run."""
-CHUNKS: Final = 16
-"""Parts in which a model is scored, whatever the number of workers: so the score is the same, too."""
+_MOST_AGREED: Final = 16
 HOPELESS: Final = 10
 """Rounds in a row in which every update was refused, after which the run ends."""
 
 
-def federate(task: Task, team: Team) -> None:
-    """Train a task in rounds of simulated clients, until the target or the budget is reached."""
+def federate(task: AnyTask, team: Team) -> None:
+    """Learn a task in rounds of simulated clients, until the target or the budget is reached."""
     # One thread each: with several, sums inside an operator depend on their number.
     torch.set_num_threads(1)
-    rounds = Rounds(task, team)
-    team.prepare(rounds.model)
-    team.group.share(rounds.model.base, "the sharing of worker 0's model")
+    data, every = data_of(task), task.evaluate_every or 1
+    rounds = Rounds(task, team, data)
+    learner, model = rounds.learner, rounds.learner.model
+    team.prepare(model)
+    team.group.share(model.base, "the sharing of worker 0's model")
     team.resume()
     rounds.begin()
-    data, every = data_of(task), task.evaluate_every or 1
-    validate = Scorer(task, rounds.flat.module, team, data.validation)
-    while team.boundary():
+    validate = learner.scorer(data.validation)
+    while team.boundary() and not rounds.exhausted:
         team.begin_step()
         rounds.next()
-        if team.step % every == 0 or team.exhausted:
-            team.report(score=rounds.scored(validate))
-    team.notes["test_score"] = rounds.scored(Scorer(task, rounds.flat.module, team, data.test))
+        if team.step % every == 0 or team.exhausted or rounds.exhausted:
+            rounds.account()
+            with team.stopwatch.spent_on("evaluate"):
+                score = validate()
+            team.report(score=score)
+    with team.stopwatch.spent_on("evaluate"):
+        team.notes["test_score"] = learner.scorer(data.test)()
     strategy = cast("Federated", team.strategy.exchange)
     team.notes["epochs"] = max(1, round(team.step * strategy.fraction * strategy.epochs))
     team.notes["federated"] = rounds.notes()
-    rounds.flat.values.copy_(rounds.model.base)
-    write_model({k: v for k, v in rounds.flat.module.state_dict().items() if isinstance(v, Tensor)}, team)
-
-
-class GlobalModel:
-    """The model that all clients share and the place in the sequence of rounds; what a checkpoint holds."""
-
-    def __init__(
-        self, flat: FlatModel, server: ServerSide, path: UpdatePath, optimizer: Optimizer, schedule: LRScheduler | None
-    ) -> None:
-        self.base = flat.values.clone()
-        """The global parameters."""
-        self.progress = RoundProgress()
-        """The place in the sequence of rounds."""
-        self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
-        self.older: dict[int, Tensor] = {}
-        """Models that clients are still training from, by version."""
-        self._kept: dict[str, Any] = {"server": server, "aggregation": path.aggregation, "optimizer": optimizer}
-        if schedule is not None:
-            self._kept["schedule"] = schedule
-
-    def at(self, version: int) -> Tensor:
-        """The global parameters of a version that is still needed."""
-        return self.base if version == self.progress.version else self.older[version]
-
-    def go_on(self, progress: RoundProgress, move: Callable[[Tensor], None] | None) -> None:
-        """A round is done: make the next version, and keep the versions from which clients still train."""
-        needed = {flight.version for flight in progress.flights}
-        if self.progress.version in needed:
-            self.older[self.progress.version] = self.base.clone()
-        self.older = {version: model for version, model in self.older.items() if version in needed}
-        if move is not None:
-            move(self.base)
-        self.progress = progress
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything from which the next round follows."""
-        return {
-            "base": self.base,
-            "older": {str(version): model for version, model in self.older.items()},
-            # JSON, which holds what is not tensors, has no infinite numbers.
-            "progress": msgspec.msgpack.encode(self.progress).hex(),
-            "counts": dict(self.counts),
-            **{name: thing.state_dict() for name, thing in self._kept.items()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from such a state."""
-        self.base.copy_(state["base"])
-        self.older = {int(version): model for version, model in state["older"].items()}
-        self.progress = msgspec.msgpack.decode(bytes.fromhex(state["progress"]), type=RoundProgress)
-        self.counts = {name: int(state["counts"].get(name, 0)) for name in COUNTS}
-        for name, thing in self._kept.items():
-            thing.load_state_dict(state[name])
+    if rounds.personal is not None:
+        team.notes["federated"]["personal"] = rounds.personal.scored()
+    write_model(learner.trained(), team)
 
 
 class Rounds:
     """The rounds of a run, as one worker computes its share of them."""
 
-    def __init__(self, task: Task, team: Team) -> None:
+    def __init__(self, task: AnyTask, team: Team, data: Data) -> None:
         self._team = team
         self._strategy = cast("Federated", team.strategy.exchange)
         self._traffic = cast("FederatedWorker", team.exchange)
-        train = data_of(task).train
-        self._parts = divided(train, task, self._strategy, team.goal.parts, team.seed)
+        self._parts = divided(data.train, task, self._strategy, team.goal.parts, team.seed)
         if not self._parts.sizes.any():
             raise DataError("no client has an example: there is nothing to train on. Look at the task's data().")
-        module = task.model().to(team.device)
-        self.flat = FlatModel(module)
-        optimizer = task.optimizer(self.flat.parameters)
-        for group in optimizer.param_groups:
-            group["lr"] *= team.goal.rate_factor
-        self._schedule = task.schedule(optimizer)
-        self._trainer = _trainer(task, train, self.flat, optimizer, team, self._strategy)
-        algorithm = self._strategy.algorithm
-        self._server = algorithm.server(self.flat, self._strategy.clients)
-        self._client = algorithm.client(self.flat, self._server)
-        self._path = update_path(team.strategy, self.flat, team.seed)
-        self.model = GlobalModel(self.flat, self._server, self._path, optimizer, self._schedule)
-        folder, keeps_state = team.folder, algorithm.keeps_state or self._path.keeps_state
-        self._states = ClientStates(folder / CLIENTS_FOLDER) if folder and keeps_state else None
+        held = None
+        if self._strategy.personal is not None:
+            self._parts, held = held_out(self._parts, self._strategy.personal.held, team.seed)
+        disturbances, report = team.goal.disturbances, team.reports.disturbed
+        self._attackers = Attackers(disturbances, team.seed, lambda: classes_of(data.train), report)
+        examples = self._attackers.examples(examples_of(data.train, task.collate))
+        if isinstance(task, Task):
+            learner = GradientLearner(task, team, examples)
+            self.learner: Learner = learner
+            own = None if held is None else OwnExamples(data.train, self._parts, held)
+            self.personal = None if own is None else PersonalModels(learner, team, own)
+        else:
+            self.personal = None
+            self.learner = StatisticsLearner(task, team, examples, self._parts)
+        self._path = self.learner.path
+        folder = team.folder
+        self._states = ClientStates(folder / CLIENTS_FOLDER) if folder and self.learner.keeps_state else None
         self._log = RoundLog(folder if team.group.membership.leads else None)
         self._plan = self._strategy.plan()
         self._virtual: VirtualRounds | None = None
@@ -153,14 +103,14 @@ class Rounds:
 
     def begin(self) -> None:
         """Continue after the last round of the model."""
-        model = self.model
         sizes, path, seed = self._parts.sizes, self._path, self._team.seed
-        start = model.progress
+        path.aggregation.prepare(self._team.goal.steps, self._agreed)
+        start = self.learner.model.progress
         self._virtual = VirtualRounds(self._plan, sizes, path.model_bytes, path.update_bytes, seed, start=start)
 
     def next(self) -> None:
         """One round: its clients train, their updates are summed, and the model moves."""
-        team, model = self._team, self.model
+        team, learner = self._team, self.learner
         virtual = cast("VirtualRounds", self._virtual)
         outcome = next(virtual)
         with team.stopwatch.spent_on("compute"):
@@ -169,24 +119,41 @@ class Rounds:
             self._path.aggregation.combine(team.group.sum)
         with team.stopwatch.spent_on("compute"):
             move = self._move(outcome)
-            model.go_on(virtual.progress, move)
-            if self._schedule is not None:
-                self._schedule.step()
+            learner.model.go_on(virtual.progress, move)
+            learner.round_done()
         self._count(outcome, accepted=move is not None)
 
-    def scored(self, score: Callable[[], float]) -> float:
-        """A score of the global model."""
-        with self._team.stopwatch.spent_on("evaluate"):
-            self.flat.values.copy_(self.model.base)
-            return score()
+    @property
+    def exhausted(self) -> str:
+        """Why no further round may be made, though the budget of rounds is not spent; empty if one may."""
+        return self._path.aggregation.exhausted
+
+    def account(self) -> None:
+        """Before a report: bring the figures up to date that it shows."""
+        if self._team.group.membership.leads:
+            self._traffic.latest = self._path.aggregation.figures()
 
     def notes(self) -> dict[str, Any]:
         """The result's entry."""
-        return {**self.model.counts, "clients": self._strategy.clients, "simulated_seconds": self.model.progress.now}
+        team, model = self._team, self.learner.model
+        early = self.exhausted and not (team.exhausted or team.ledger.reached)
+        stopped = {"stopped": self.exhausted} if early else {}
+        counts = {**model.counts, "clients": self._strategy.clients, "simulated_seconds": model.progress.now}
+        more = self._path.aggregation.notes() if team.group.membership.leads else {}
+        return counts | more | stopped
+
+    def _agreed(self, compute: Callable[[], Sequence[float]]) -> Sequence[float]:
+        """What worker 0 computes."""
+        group, row = self._team.group, torch.zeros(_MOST_AGREED, dtype=torch.float64)
+        if group.rank == 0:
+            numbers = torch.tensor(compute(), dtype=torch.float64)
+            row[0], row[1 : 1 + len(numbers)] = len(numbers), numbers
+        group.share(row, "what worker 0 has computed for all")
+        return row[1 : 1 + int(row[0])].tolist()
 
     def _train(self, outcome: RoundOutcome) -> None:
         """Add this worker's share of the clients' updates."""
-        team, model, participants = self._team, self.model, outcome.participants
+        team, learner, participants = self._team, self.learner, outcome.participants
         path, sizes = self._path, self._parts.sizes
         path.aggregation.begin(Selected(outcome.number, outcome.cohort, sizes[list(outcome.cohort)].tolist()))
         examples = [int(sizes[each.client]) for each in participants]
@@ -194,36 +161,30 @@ class Rounds:
             each = participants[position]
             visit = Visit(each.client, outcome.number, self._parts.part(each.client))
             state = None if self._states is None else self._states.read(each.client, outcome.number)
-            result = self._result(visit, model.at(each.version), state)
+            base = learner.model.at(each.version)
+            with self._attackers.training(each.client, outcome.number):
+                result = learner.result(visit, base, state)
             update = path.filtered(result.update, each.client, outcome.number, state)
+            update = self._attackers.attack(update, each.client, outcome.number)
             weight = examples[position] * each.factor
             sent = ClientUpdate(each.client, update, result.extra, weight, result.loss, result.examples)
             if path.aggregation.add(sent) and self._states is not None and state is not None:
                 # Repeated after a resume, so the states of the last checkpoint's round must stay.
-                self._states.write(each.client, outcome.number, state, team.checkpointed)
-
-    def _result(self, visit: Visit, base: Tensor, state: ClientState | None) -> LocalResult:
-        if self._strategy.algorithm.whole_gradient:
-            return self._trainer.gradient(visit, base)
-        return self._trainer.train(visit, base, self._client, state)
+                self._states.write(each.client, outcome.number, state, team.memory.written_at)
+            if self.personal is not None:
+                self.personal.train(visit, base)
 
     def _move(self, outcome: RoundOutcome) -> Callable[[Tensor], None] | None:
         """How the global model moves by the mean; None if too few updates counted."""
-        if self._path.aggregation.updates < self._plan.fewest or outcome.failed:
+        aggregation = self._path.aggregation
+        short = aggregation.updates < self._plan.fewest or outcome.failed or aggregation.failure
+        if short and not aggregation.moves_always:
             return None
-        mean, extra = self._path.aggregation.mean()
-        whole = self._strategy.algorithm.whole_gradient
-
-        def move(base: Tensor) -> None:
-            if whole:
-                self._trainer.step(base, mean)
-            else:
-                self._server.apply(base, mean, extra)
-
-        return move
+        mean, extra = aggregation.mean()
+        return lambda base: self.learner.move(base, mean, extra)
 
     def _count(self, outcome: RoundOutcome, accepted: bool) -> None:
-        team, counts, sums = self._team, self.model.counts, self._path.aggregation
+        team, counts, sums = self._team, self.learner.model.counts, self._path.aggregation
         refused = len(outcome.participants) - sums.updates
         known = {"updates": sums.updates, "late": len(outcome.late), "dropped": len(outcome.dropped), "rounds": 1}
         traffic = {"bytes_down": outcome.bytes_down, "bytes_up": outcome.bytes_up}
@@ -231,10 +192,11 @@ class Rounds:
             counts[name] += count
         team.ledger.steps += 1
         team.ledger.samples += sums.examples
-        if sums.updates:
+        if not math.isnan(sums.loss):
             team.reports.last_loss = sums.loss
         if team.group.membership.leads:
             self._traffic.count(outcome.bytes_down + outcome.bytes_up)
+            self._traffic.rounds = {**counts, "simulated_seconds": outcome.ended}
         self._log.write(outcome, sums.updates, refused)
         self._hopeless = self._hopeless + 1 if refused and not sums.updates else 0
         if self._hopeless == HOPELESS:
@@ -253,44 +215,3 @@ def shares(participants: Sequence[Participant], sizes: Sequence[int], workers: i
         parts[worker].append(position)
         heapq.heappush(loads, (load + max(1, sizes[position]), worker))
     return [sorted(part) for part in parts]
-
-
-@dataclass(frozen=True)
-class Scorer:
-    """Scores a model on one part of the data: in chunks that workers share, if the task allows it."""
-
-    task: Task
-    module: nn.Module
-    team: Team
-    data: Dataset[Any]
-
-    def __call__(self) -> float:
-        """The score, the same on all workers."""
-        count, chunks = size_of(self.data), CHUNKS
-        if not self.task.score_by_parts or count < 2 * CHUNKS:
-            return self._score(self.data)
-        bounds = [count * i // chunks for i in range(chunks + 1)]
-        own = [0.0] * chunks
-        for chunk in range(self.team.rank, chunks, self.team.size):
-            own[chunk] = self._score(Subset(self.data, range(bounds[chunk], bounds[chunk + 1])))
-        scores = self.team.group.gather(own, "a score").sum(dim=0).tolist()
-        sizes = [stop - start for start, stop in pairwise(bounds)]
-        return sum(score * size for score, size in zip(scores, sizes, strict=True)) / count
-
-    def _score(self, data: Dataset[Any]) -> float:
-        batches = loader_over(data, self.task.evaluate_batch, self.task.collate, shuffle=False)
-        with torch.no_grad():
-            self.module.eval()
-            return float(self.task.score(self.module, (on_device(batch, self.team.device) for batch in batches)))
-
-
-def _trainer(
-    task: Task, train: Dataset[Any], flat: FlatModel, optimizer: Optimizer, team: Team, strategy: Federated
-) -> LocalTrainer:
-    name = type(task).__name__
-
-    def loss(batch: Any) -> Tensor:
-        return check_loss(task.loss(flat.module, on_device(batch, team.device)), name)
-
-    batch = None if strategy.batch == "full" else strategy.batch
-    return LocalTrainer(flat, optimizer, loss, examples_of(train, task.collate), team.seed, strategy.epochs, batch)

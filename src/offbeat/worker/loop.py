@@ -91,10 +91,10 @@ def learn(reference: TaskReference, assignment: Assignment) -> None:
     """Train a task as one of the workers."""
     with Team(assignment, where()) as team:
         task = reference.build()
-        if isinstance(task, IterativeTask):
-            iterate(task, team)
-        elif isinstance(team.strategy.exchange, Federated):
+        if isinstance(team.strategy.exchange, Federated):
             federate(task, team)
+        elif isinstance(task, IterativeTask):
+            iterate(task, team)
         else:
             train(task, team)
 

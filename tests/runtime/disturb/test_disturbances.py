@@ -31,6 +31,7 @@ from offbeat.protocols.disturbances import (
     KillFault,
     PaceFault,
     Pause,
+    Poison,
     asked,
     chances,
     check,
@@ -95,6 +96,21 @@ def test_a_sentence_is_understood(text: str, role: str, rank: int | None, action
         assert getattr(found.action, "when", None) == getattr(action, "when", None)
 
 
+@pytest.mark.parametrize(
+    ("text", "rank", "poison"),
+    [
+        ("client 7: poison", 7, Poison("sign", 10.0)),
+        ("client 7: poison(sign)", 7, Poison("sign", 10.0)),
+        ("Client *: Poison ( noise , 2.5 )", None, Poison("noise", 2.5)),
+        ("client 5: poison(labels)", 5, Poison("labels")),
+        ("any client: poison(sign, 1) with probability 0.2", None, Poison("sign", 1.0, Chance(0.2))),
+    ],
+)
+def test_a_poison_is_understood(text: str, rank: int | None, poison: Poison) -> None:
+    parsed = parse(text)
+    assert (parsed.role, parsed.rank, parsed.action) == ("client", rank, poison)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_that_errors_show_is_understood(form: str) -> None:
     assert parse(form).text == form
@@ -103,13 +119,13 @@ def test_every_form_that_errors_show_is_understood(form: str) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "the sentence ends too early; what should come here is worker, server or any"),
-        ("bob 1: kill at step 3", "'bob' is not understood; what should come here is worker, server or any"),
-        ("any: kill at step 3", "':' is not understood; what should come here is worker or server"),
+        ("", "the sentence ends too early; what should come here is worker, server, client or any"),
+        ("bob 1: kill at step 3", "'bob' is not understood; what should come here is worker, server, client or any"),
+        ("any: kill at step 3", "':' is not understood; what should come here is worker, server or client"),
         ("worker: pace 40ms", "':' is not understood; what should come here is the worker's number, or * for each"),
         ("worker -1: pace 40ms", "'-1' is not understood"),
         ("worker 1 kill at step 3", "'kill' is not understood; what should come here is ':'"),
-        ("worker 1: pauze 1s", "'pauze' is not understood; what should come here is kill, pause, stop or pace"),
+        ("worker 1: pauze 1s", "'pauze' is not understood; what should come here is kill, pause, stop, pace or poison"),
         ("worker 1: kill", "the sentence ends too early; what should come here is 'at'"),
         ("worker 1: kill at 3", "'3' is not understood; what should come here is 'step'"),
         ("worker 1: kill at step x", "'x' is not understood"),
@@ -125,6 +141,16 @@ def test_every_form_that_errors_show_is_understood(form: str) -> None:
         ("any worker: kill at step 3", "'any worker' is for what happens with a probability"),
         ("any worker: pause 1s every 2s", "'any worker' is for what happens with a probability"),
         ("server 0: pace 40ms", "a server computes no steps, so it has no pace"),
+        ("worker 1: poison", "poison is for clients"),
+        ("client 1: kill at step 3", "a client is not a process, so it can only poison"),
+        ("client 1: poison(sgn)", "'sgn' is not understood; what should come here is sign, noise or labels"),
+        ("client 1: poison(noise, 0)", "'0' is not understood; what should come here is a factor above 0"),
+        ("client 1: poison(noise, nan)", "'nan' is not understood"),
+        ("client 1: poison(noise, 1e7)", "'1e7' is not understood; what should come here is a factor above 0 and up"),
+        ("client 1: poison(labels, 3)", "',' is not understood; what should come here is ')'"),
+        ("client 1: poison(sign", "the sentence ends too early; what should come here is ')'"),
+        ("client 1: poison with probability 0.5", "a probability is for 'any client'"),
+        ("any client: poison", "'any client' is for what happens with a probability"),
     ],
 )
 def test_nonsense_is_refused_with_the_word_and_the_forms(text: str, why: str) -> None:

@@ -63,6 +63,23 @@ def mlp() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(12, 4))
 
 
+def halves() -> nn.Module:
+    """A transformer in two halves, whose output layer is its embedding; most parameters are those of its layers."""
+    layers = [nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(10)]
+    model = nn.Sequential(
+        nn.Sequential(nn.Embedding(SYMBOLS, 32), *layers[:5]),
+        nn.Sequential(*layers[5:], nn.Linear(32, SYMBOLS, bias=False)),
+    )
+    model[1][-1].weight = model[0][0].weight
+    return model
+
+
+def normed() -> nn.Module:
+    """Normalizes by the statistics of a batch, which one example alone does not have."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(12, 12), nn.BatchNorm1d(12), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(12, 4))
+
+
 def tied() -> nn.Module:
     """Two parts, of which the first has the parameters of both."""
     first = nn.Sequential(nn.Embedding(SYMBOLS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
@@ -127,6 +144,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "skips": Skips,
     "words": Words,
     "gpt2": gpt2,
+    "normed": normed,
+    "halves": halves,
     "tied": tied,
     "noisy": Noisy,
     "failing": failing,
@@ -137,7 +156,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def data_for(kind: str) -> TensorDataset | Flipped:
     """Examples and targets of a model, in the default precision."""
     draws = torch.Generator().manual_seed(3)
-    if kind in ("words", "gpt2", "tied"):
+    if kind in ("words", "gpt2", "tied", "halves"):
         tokens = torch.randint(0, SYMBOLS, (EXAMPLES, LENGTH + 1), generator=draws)
         return TensorDataset(tokens[:, :-1], tokens[:, 1:])
     shape = (EXAMPLES, 3, 6, 6) if kind == "skips" else (EXAMPLES, 12)

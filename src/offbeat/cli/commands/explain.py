@@ -40,7 +40,8 @@ from offbeat.monitor.predicates import Possibilities, Predicate, predicate
 from offbeat.monitor.replay import DELAY, check_rule, replay
 from offbeat.protocols.causality.deadlock import deadlock, waits
 from offbeat.protocols.causality.shiviz import parse_all
-from offbeat.run.stage_advice import StagesExplained, explained_stages
+from offbeat.run.round_advice import explained_rounds
+from offbeat.run.stage_advice import explained_stages
 from offbeat.runtime.run.folder import FINISHED, RunFolder, strategy_of
 from offbeat.runtime.run.untrusted_files import is_file
 from offbeat.runtime.state.certificates import REFUSED, check
@@ -166,10 +167,13 @@ def explain_run(path: Path, as_json: bool, actions: ActionOptions | None = None)
     """Print the verdict on a run, who waited for whom at its end, and what each worker cost the others."""
     folder = RunFolder.open(path)
     record = folder.read()
-    stages = explained_stages(record)
+    stages, rounds = explained_stages(record), explained_rounds(folder.path, record)
     needed = actions is not None and (actions.anything or actions.predicates or actions.delivery)
-    if stages is not None and not needed and not has_events(folder.path):
-        _print_stages_only(folder, record, stages, as_json)
+    known = {} if stages is None else {"stages": stages.plain()}
+    known |= {} if rounds is None else {"rounds": rounds.plain()}
+    lines = [*(() if stages is None else stages.lines), *(() if rounds is None else rounds.lines)]
+    if known and not needed and not has_events(folder.path):
+        _print_without_events(folder, record, known, lines, as_json)
         return
     events = recorded(folder.path)
     done = ActionsDone()
@@ -189,24 +193,24 @@ def explain_run(path: Path, as_json: bool, actions: ActionOptions | None = None)
     stale, held = monitor.staleness(events.stamps), monitor.held_up(events.stamps)
     findings = _Findings(verdict, waiting, blamed, stale, held, unfit)
     if as_json:
-        of_stages = {} if stages is None else {"stages": stages.plain()}
-        print_json(_plain(folder, record, findings, events) | of_stages | done.plain)
+        print_json(_plain(folder, record, findings, events) | known | done.plain)
     else:
         _print(findings, events)
-        for line in () if stages is None else stages.lines:
+        for line in lines:
             print_plain(line)
         for line in done.lines:
             typer.echo(line)
     raise typer.Exit((0 if verdict is None else monitor.EXIT_CODES.get(verdict.kind, 1)) or done.code)
 
 
-def _print_stages_only(folder: RunFolder, record: dict[str, Any], stages: StagesExplained, as_json: bool) -> None:
-    """What is known of the stages of a run without events."""
+def _print_without_events(
+    folder: RunFolder, record: dict[str, Any], known: dict[str, Any], lines: list[str], as_json: bool
+) -> None:
+    """What is known of the stages or rounds of a run without events."""
     if as_json:
-        known = {"run": str(folder.path), "state": record.get("state"), "strategy": strategy_of(record)}
-        print_json({**known, "stages": stages.plain()})
+        print_json({"run": str(folder.path), "state": record.get("state"), "strategy": strategy_of(record), **known})
         return
-    for line in stages.lines:
+    for line in lines:
         print_plain(line)
     print_plain("No events were recorded: `offbeat run --monitor` records who waits for whom.")
 

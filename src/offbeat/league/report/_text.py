@@ -6,15 +6,20 @@ import csv
 import io
 import json
 import math
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from offbeat.errors import StrategyError
+from offbeat.league._contestants import EntryReason
 from offbeat.league._league import HOSTS_FILE, League
 from offbeat.league._rows import LeagueRow
 from offbeat.league._settings import LeagueSettings
 from offbeat.runtime.run.report import kinds_in_words
 from offbeat.runtime.run.stopwatch import BUBBLE, KINDS
 from offbeat.statistics import Spread
+from offbeat.strategies import combined, parse_built_in
+from offbeat.strategies.federated.strategy import Federated
 
 NEVER = "missed"
 NONE = "-"
@@ -23,15 +28,19 @@ WIDTH = 100
 _SPREADS = ("time", "relative", "speedup")
 _PLAIN = (
     *("steps", "step_seconds", "samples", "bytes_sent", "kernel_bytes"),
-    *("core_seconds", "startup_seconds", "score", "test_score"),
+    *("core_seconds", "startup_seconds", "score", "test_score", "epsilon", "client_seconds"),
 )
 
 
 def table(league: League) -> Table:
-    """Contestants that can win by time, then the baseline's copy and one worker alone."""
+    """Contestants that can win by time, then the baseline's copy and one worker alone.
+
+    The privacy that they spend takes the place of the share of exchanges, as there is no room for both.
+    """
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", width=WIDTH)
     shown.add_column("strategy", overflow="fold", max_width=27)
-    for heading in ("to target, s", "vs ddp", "reached", "steps", "ms/step", "sent, MB", "exch.", "speed-up", ""):
+    last = "epsilon" if is_private(league) else "exch."
+    for heading in ("to target, s", "vs ddp", "reached", "steps", "ms/step", "sent, MB", last, "speed-up", ""):
         shown.add_column(heading, justify="right", no_wrap=True)
     for row in league.rows:
         shown.add_row(
@@ -42,7 +51,7 @@ def table(league: League) -> Table:
             NONE if row.steps is None else f"{row.steps:.0f}",
             short(row.step_seconds, 1e3),
             short(row.bytes_sent if row.workers > 1 else None, 1e-6),
-            f"{100 * row.share('communicate', 'wait'):.0f} %",
+            short(row.epsilon) if is_private(league) else f"{100 * row.share('communicate', 'wait'):.0f} %",
             short(None if row.speedup is None else row.speedup.median),
             place(league, row),
             style="bold green" if row.name == league.winner else "" if row.part.eligible else "dim",
@@ -150,8 +159,14 @@ def full_row(league: League, row: LeagueRow) -> dict[str, str]:
         "core-s": short(row.core_seconds),
         "speed-up": with_interval(row.speedup),
         "test": NONE if row.test_score is None else f"{row.test_score:.4g}",
+        **({"epsilon": short(row.epsilon)} if is_private(league) else {}),
         "": place(league, row),
     }
+
+
+def is_private(league: League) -> bool:
+    """Whether any contestant accounts for privacy."""
+    return any(row.epsilon is not None for row in league.rows)
 
 
 def problems(league: League) -> list[str]:
@@ -193,10 +208,31 @@ def fine_print(league: League) -> list[str]:
     if gaps:
         steps, apart = (_range([gap[i] for gap in gaps], form) for i, form in enumerate((".0f", ".2f")))
         notes.append(f"Evaluated every {steps} steps, {apart} s apart: a time to target is no finer.")
+    notes += [note for row in league.rows for note in _of_rounds(row, league.rows)]
     startups = [row.startup_seconds for row in league.rows if row.startup_seconds is not None]
     if startups:
         notes.append(f"Start-up is not counted: {min(startups):.2f} to {max(startups):.2f} s a run.")
     return notes
+
+
+def _of_rounds(row: LeagueRow, rows: Sequence[LeagueRow]) -> Iterator[str]:
+    """What the figures of a federated contestant are about: rounds, clients and their links."""
+    try:
+        exchange = combined(parse_built_in(row.strategy)).exchange
+    except StrategyError:  # A user-defined strategy: reading a comparison must not run the code that its file names.
+        return
+    if not isinstance(exchange, Federated) or row.samples is None:
+        return
+    base = next((other for other in rows if other.part is EntryReason.baseline and other.samples), None)
+    against = "" if base is None else f" against {base.samples:,.0f} of {base.name} in {base.steps:,.0f} steps"
+    yield (
+        f"{row.name}: a step is a round of about {exchange.plan().needed:,} clients, {row.samples:,.0f} examples in "
+        f"{row.steps:,.0f} rounds{against}; sent is what clients and server would send each other; seconds are those "
+        f"of the workers, which simulate the clients."
+    )
+    if exchange.speeds is not None and row.client_seconds is not None:
+        until = "to the target" if row.reached > row.runs / 2 else "until its end"
+        yield f"{row.name}: in the clients' own, simulated time it took {row.client_seconds:,.4g} s {until}."
 
 
 def _range(values: list[float], form: str) -> str:

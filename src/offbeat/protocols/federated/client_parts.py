@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from offbeat.errors import DataError
 from offbeat.limits import SIMULATED_WORKERS, whole
 from offbeat.protocols.partition import Indices, dirichlet_owners, mixed
+
+HELD: Final = 0xC0441  # Which of a seed's streams of random numbers this is; see also `sampling`.
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +38,28 @@ class ClientParts:
     def part(self, client: int) -> Indices:
         """The indices of a client's examples."""
         return self.order[self.offsets[client] : self.offsets[client + 1]]
+
+
+def held_out(parts: ClientParts, share: float, seed: int) -> tuple[ClientParts, ClientParts]:
+    """What remains of each client's examples, and a random share of them that is held out.
+
+    At least one example is held out and one remains, if a client has two; of a single one nothing is held out.
+    """
+    sizes = parts.sizes
+    counts = np.where(sizes > 1, np.clip(np.floor(sizes * share + 0.5), 1, np.maximum(sizes - 1, 1)), 0)
+    owners = np.repeat(np.arange(len(parts)), sizes)
+    chance = np.random.default_rng(mixed(seed, HELD, len(parts))).random(len(parts.order))
+    ranks = np.empty(len(owners), np.int64)
+    # By client and then by chance: the place in this order, less that of the client's first, is its rank.
+    ranks[np.lexsort((chance, owners))] = np.arange(len(owners)) - parts.offsets[owners]
+    held = ranks < counts[owners]
+    return _chosen(parts, ~held, owners), _chosen(parts, held, owners)
+
+
+def _chosen(parts: ClientParts, chosen: NDArray[np.bool_], owners: Indices) -> ClientParts:
+    """The chosen examples of each client, in their order."""
+    sizes = np.bincount(owners[chosen], minlength=len(parts))
+    return ClientParts(parts.order[chosen], np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), parts.names)
 
 
 def iid(examples: int, clients: int, seed: int) -> ClientParts:
@@ -87,6 +111,13 @@ def by_client(clients: Sequence[Any] | NDArray[Any]) -> ClientParts:
         raise DataError("there are no examples, so there are no clients: give each example the name of its client.")
     _check(len(names))
     return _by_owner(owners.astype(np.int64), len(names), tuple(str(name) for name in names))
+
+
+def by_size(sizes: Sequence[int], names: tuple[str, ...] = ()) -> ClientParts:
+    """Consecutive examples, this many for each client."""
+    _check(len(sizes))
+    offsets = np.concatenate([[0], np.cumsum(np.asarray(sizes, np.int64))]).astype(np.int64)
+    return ClientParts(np.arange(offsets[-1], dtype=np.int64), offsets, names)
 
 
 def _check(clients: int) -> None:

@@ -101,6 +101,15 @@ class RoundPlan(Struct, frozen=True, kw_only=True):
         return min(self.clients, max(self.needed, math.ceil(round(self.over * self.needed, 6))))
 
 
+def round_failure(plan: RoundPlan, selected: int, came: int) -> str:
+    """Why a round makes no update, from the number of clients that were selected and of updates that came; or empty."""
+    if not selected:
+        return "no client was selected"
+    if came < plan.fewest:
+        return f"{came:,} of {selected:,} clients sent an update in time, and a round needs {plan.fewest:,}"
+    return ""
+
+
 def _share(name: str, value: float, *, least_allowed: bool = True) -> None:
     if isinstance(value, bool) or not (0 <= value <= 1) or (value == 0 and not least_allowed):
         raise UsageError(

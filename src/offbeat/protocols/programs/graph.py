@@ -36,7 +36,7 @@ _FLIPPED: Final = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=":
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class GraphValue:
     """A value of a graph: an operation and the numbers of the values that it is applied to."""
 
     operation: str
@@ -51,14 +51,14 @@ class Value:
     """Of a number."""
 
 
-class Graph:
+class ValueGraph:
     """All values of a program, each once, in an order in which they can be computed."""
 
     def __init__(self) -> None:
-        self.values: list[Value] = []
+        self.values: list[GraphValue] = []
         self._numbers: dict[tuple[object, ...], int] = {}
 
-    def add(self, value: Value) -> int:
+    def add(self, value: GraphValue) -> int:
         """The number of a value, which is new or has been there."""
         key = (value.operation, value.arguments, value.name, repr(value.number))
         if key not in self._numbers:
@@ -74,7 +74,7 @@ class Graph:
 
     def number(self, number: float) -> int:
         """A number."""
-        return self.add(Value("number", number=number))
+        return self.add(GraphValue("number", number=number))
 
     def constant(self, value: int) -> float | None:
         """The number that a value is, if the program has it in its text."""
@@ -114,7 +114,7 @@ class Graph:
 
     def vector(self, operation: str, *arguments: int) -> int:
         """A vector computed element by element."""
-        return self.add(Value(operation, arguments, vector=True))
+        return self.add(GraphValue(operation, arguments, vector=True))
 
     def scalar(self, operation: str, *arguments: int) -> int:
         """A scalar computed from scalars: now, if they are numbers."""
@@ -128,7 +128,7 @@ class Graph:
         known = [number for number in numbers if number is not None]
         if len(known) == len(numbers):
             return self.number(compute(operation, *known))
-        return self.add(Value(operation, arguments))
+        return self.add(GraphValue(operation, arguments))
 
     def filled(self, value: int) -> int:
         """A value as a vector."""
@@ -196,13 +196,13 @@ class Graph:
     def _reduced(self, name: str, arguments: list[int]) -> int:
         match name:
             case "length":
-                return self.add(Value("scalar", name="length"))
+                return self.add(GraphValue("scalar", name="length"))
             case "mean":
                 return self.scalar("/", self._reduced("sum", arguments), self._reduced("length", arguments))
             case "norm":
                 return self.scalar("sqrt", self._reduced("dot", arguments * 2))
             case _:
-                return self.add(Value(name, tuple(sorted(arguments))))
+                return self.add(GraphValue(name, tuple(sorted(arguments))))
 
 
 def compute(operation: str, *numbers: float) -> float:
@@ -245,7 +245,7 @@ class _Meaning:
 _Result = int | tuple[int, ...] | _Closure | _Partial
 
 
-def evaluate(program: Program) -> tuple[Graph, tuple[int, ...]]:
+def evaluate(program: Program) -> tuple[ValueGraph, tuple[int, ...]]:
     """The graph of a program, and the values in it that are its results."""
     evaluation = _Evaluation(program)
     result = run(evaluation.of(program.applied, None))
@@ -257,8 +257,8 @@ class _Evaluation:
     """Call by value, with what variables mean kept beside the term."""
 
     def __init__(self, program: Program) -> None:
-        self.graph = Graph()
-        self.vectors = {name: self.graph.add(Value("vector", name=name, vector=True)) for name in program.vectors}
+        self.graph = ValueGraph()
+        self.vectors = {name: self.graph.add(GraphValue("vector", name=name, vector=True)) for name in program.vectors}
         self.steps = 0
 
     def count(self, term: Term) -> None:
@@ -274,7 +274,7 @@ class _Evaluation:
             case Primitive(operation=operation):
                 return _Partial(operation, ())
             case Variable(name=name):
-                return self.vectors[name] if name in self.vectors else self.graph.add(Value("scalar", name=name))
+                return self.vectors[name] if name in self.vectors else self.graph.add(GraphValue("scalar", name=name))
             case BoundVariable(index=index):
                 for _ in range(index):
                     scope = scope.around if scope else None

@@ -18,7 +18,7 @@ from offbeat.protocols.programs.term import Abstraction, Number, Term, opened
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ProgramRecipe:
     """A program with settings."""
 
     text: str
@@ -29,25 +29,25 @@ class Recipe:
     """What it is."""
 
 
-RECIPES: Final[Mapping[str, Recipe]] = MappingProxyType(
+RECIPES: Final[Mapping[str, ProgramRecipe]] = MappingProxyType(
     {
-        "sgd": Recipe(r"\w g. w - lr * g", {}, "gradient descent"),
-        "momentum": Recipe(
+        "sgd": ProgramRecipe(r"\w g. w - lr * g", {}, "gradient descent"),
+        "momentum": ProgramRecipe(
             r"\momentum. \w g m. let m = momentum * m + g in (w - lr * m, m)",
             {"momentum": 0.9},
             "gradient descent with momentum, as torch.optim.SGD",
         ),
-        "adagrad": Recipe(
+        "adagrad": ProgramRecipe(
             r"\eps. \w g s. let s = s + g * g in (w - lr * g / (sqrt s + eps), s)",
             {"eps": 1e-10},
             "Adagrad (Duchi et al. 2011)",
         ),
-        "rmsprop": Recipe(
+        "rmsprop": ProgramRecipe(
             r"\alpha eps. \w g v. let v = alpha * v + (1 - alpha) * g * g in (w - lr * g / (sqrt v + eps), v)",
             {"alpha": 0.99, "eps": 1e-8},
             "RMSprop, as torch.optim.RMSprop",
         ),
-        "adam": Recipe(
+        "adam": ProgramRecipe(
             r"""\beta1 beta2 eps. \w g m v.
             let m = m + (1 - beta1) * (g - m) in
             let v = beta2 * v + (1 - beta2) * g * g in
@@ -56,7 +56,7 @@ RECIPES: Final[Mapping[str, Recipe]] = MappingProxyType(
             {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
             "Adam (Kingma and Ba 2015)",
         ),
-        "adamw": Recipe(
+        "adamw": ProgramRecipe(
             r"""\beta1 beta2 eps decay. \w g m v.
             let m = m + (1 - beta1) * (g - m) in
             let v = beta2 * v + (1 - beta2) * g * g in
@@ -66,17 +66,17 @@ RECIPES: Final[Mapping[str, Recipe]] = MappingProxyType(
             {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decay": 0.01},
             "Adam with decoupled weight decay (Loshchilov and Hutter 2019)",
         ),
-        "delay_compensated": Recipe(
+        "delay_compensated": ProgramRecipe(
             r"\strength. \w g. w - lr * (g + strength * g * g * (w - read))",
             {"strength": 0.04},
             "delay-compensated ASGD (Zheng et al. 2017, equation 10)",
         ),
-        "elastic": Recipe(
+        "elastic": ProgramRecipe(
             r"\pull. \centre worker. centre + pull * (worker - centre)",
             {"pull": 0.05},
             "the centre of elastic averaging (Zhang et al. 2015): workers push parameters instead of gradients",
         ),
-        "clipped_sgd": Recipe(
+        "clipped_sgd": ProgramRecipe(
             r"\most. \w g. w - lr * min 1 (most / (norm g + 1e-6)) * g",
             {"most": 1.0},
             "gradient descent, with the gradient clipped by its norm as torch.nn.utils.clip_grad_norm_ does",

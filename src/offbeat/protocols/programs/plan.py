@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Final
 
 from offbeat.errors import ProgramError
-from offbeat.protocols.programs.graph import REDUCTIONS, Graph, Value, evaluate
+from offbeat.protocols.programs.graph import REDUCTIONS, GraphValue, ValueGraph, evaluate
 from offbeat.protocols.programs.program import Program
 
 BUFFERS: Final = 64
@@ -24,7 +24,7 @@ _SOURCES: Final = ("number", "scalar", "vector")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ChunkPlace:
     """Where a vector's chunk is."""
 
     kind: str
@@ -41,11 +41,11 @@ class Instruction:
     """What is computed."""
     value: int
     """The number of the value that it computes."""
-    vectors: tuple[Place, ...]
+    vectors: tuple[ChunkPlace, ...]
     """Arguments that are vectors."""
     scalars: tuple[int, ...]
     """Arguments that are scalars, by the numbers of their values."""
-    target: Place | None
+    target: ChunkPlace | None
     """Where the result goes; None for reductions."""
 
 
@@ -62,7 +62,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class ProgramCost:
     """What a program costs on a shard, known before it runs."""
 
     operations: int
@@ -87,7 +87,7 @@ class Plan:
     """Names of its vectors: parameters, gradient, states."""
     outputs: tuple[int, ...]
     """The vectors that it replaces: 0, and 2 onward for states."""
-    values: tuple[Value, ...]
+    values: tuple[GraphValue, ...]
     """Scalars are computed from these; instructions refer to them by number."""
     passes: tuple[Pass, ...]
     """What is done, in order."""
@@ -104,14 +104,14 @@ class Plan:
         return hashlib.sha256(repr((self.vectors, self.outputs, self.values, self.passes)).encode()).hexdigest()
 
     @cached_property
-    def cost(self) -> Cost:
+    def cost(self) -> ProgramCost:
         """What it costs."""
         instructions = [instruction for part in self.passes for instruction in part.instructions]
         reads = sum(
             len({place for instruction in part.instructions for place in instruction.vectors if place.kind == "input"})
             for part in self.passes
         )
-        return Cost(
+        return ProgramCost(
             len(instructions),
             sum(instruction.target is None for instruction in instructions),
             len(self.passes),
@@ -136,7 +136,7 @@ def plan_of(program: Program) -> Plan:
     return Plan(program.vectors, outputs, tuple(graph.values), tuple(passes))
 
 
-def _distinct(graph: Graph, results: tuple[int, ...], outputs: tuple[int, ...]) -> list[int | None]:
+def _distinct(graph: ValueGraph, results: tuple[int, ...], outputs: tuple[int, ...]) -> list[int | None]:
     """Results that are computed, each once: copies of others and of vectors are values of their own.
 
     None for a vector that stays what it is.
@@ -148,7 +148,7 @@ def _distinct(graph: Graph, results: tuple[int, ...], outputs: tuple[int, ...]) 
             distinct.append(None)
         elif vector or result in distinct:
             copies = sum(graph.values[value or 0].operation == "copy" for value in distinct)
-            distinct.append(graph.add(Value("copy", (result,), vector=True, name=str(copies))))
+            distinct.append(graph.add(GraphValue("copy", (result,), vector=True, name=str(copies))))
         else:
             distinct.append(result)
     return distinct
@@ -166,7 +166,7 @@ class _Choice:
 class _Selection:
     """Chooses an instruction for each value that is needed: several operations in one where that exists."""
 
-    def __init__(self, graph: Graph, results: list[int | None]) -> None:
+    def __init__(self, graph: ValueGraph, results: list[int | None]) -> None:
         self.graph, self.results = graph, results
         self.uses: Counter[int] = Counter(value for value in results if value is not None)
         reachable = self._reachable()
@@ -276,7 +276,7 @@ class _Allocation:
         self.selection, self.steps, self.targets = selection, steps, targets
         self.names = selection.graph.values
         self.last = {vector: place for place, step in enumerate(steps) for vector in selection.chosen[step].vectors}
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, ChunkPlace] = {}
         self.free: list[int] = []
         self.count = 0
 
@@ -291,12 +291,12 @@ class _Allocation:
             if target is not None:
                 self.places[step] = target
                 if step in self.targets and target.kind == "buffer":
-                    late.append(Instruction("copy", step, (target,), (), Place("output", self.targets[step])))
+                    late.append(Instruction("copy", step, (target,), (), ChunkPlace("output", self.targets[step])))
             instructions.append(Instruction(choice.operation, step, vectors, choice.scalars, target))
         return Pass(scalars, (*instructions, *late), self.count)
 
-    def place_of(self, vector: int) -> Place:
-        return self.places.get(vector, Place("input", vector))
+    def place_of(self, vector: int) -> ChunkPlace:
+        return self.places.get(vector, ChunkPlace("input", vector))
 
     def release(self, vectors: tuple[int, ...], place: int) -> None:
         """Buffers whose last use this is are free, also for the result: operations work element by element."""
@@ -305,14 +305,14 @@ class _Allocation:
             if held is not None and held.kind == "buffer" and self.last[vector] == place and vector not in self.targets:
                 self.free.append(held.number)
 
-    def target(self, step: int, place: int) -> Place:
+    def target(self, step: int, place: int) -> ChunkPlace:
         output = self.targets.get(step)
         # Vectors have the first numbers, so the vector that is replaced is the value of that number.
         if output is not None and self.last.get(output, -1) <= place:
-            return Place("output", output)
+            return ChunkPlace("output", output)
         if self.free:
-            return Place("buffer", self.free.pop())
+            return ChunkPlace("buffer", self.free.pop())
         self.count += 1
         if self.count > BUFFERS:
             raise ProgramError(f"The program needs more than {BUFFERS} buffers, the limit.")
-        return Place("buffer", self.count - 1)
+        return ChunkPlace("buffer", self.count - 1)

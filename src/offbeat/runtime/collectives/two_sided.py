@@ -91,7 +91,7 @@ Step: TypeAlias = SendRange | Receive | WaitFor | SetAside | Put | Combine | Sca
 
 
 @dataclass(frozen=True)
-class Program:
+class CompiledSchedule:
     """One rank's steps of a schedule."""
 
     rank: int
@@ -108,12 +108,12 @@ class Program:
         return sum(step.stop - step.start for step in self.steps if isinstance(step, SendRange))
 
 
-def programs() -> Callable[[Schedule, View, Layout, int], Program]:
+def programs() -> Callable[[Schedule, View, Layout, int], CompiledSchedule]:
     """A `compile_schedule` that caches its last 256 programs; whoever runs schedules owns one."""
     return lru_cache(maxsize=256)(compile_schedule)
 
 
-def compile_schedule(schedule: Schedule, view: View, layout: Layout, rank: int) -> Program:
+def compile_schedule(schedule: Schedule, view: View, layout: Layout, rank: int) -> CompiledSchedule:
     """Compile a two-sided schedule for one rank."""
     ordered = _ordered(list(schedule(view, layout)))
     parts = [part for position, entry in enumerate(ordered) for part in _parts(entry, position, rank)]
@@ -122,7 +122,7 @@ def compile_schedule(schedule: Schedule, view: View, layout: Layout, rank: int) 
     for part in parts:
         writer.write(part)
     steps = (*writer.steps, *(WaitFor(flight.number) for flight in writer.flights))
-    return Program(rank, view.size, layout.count, writer.scratch, steps)
+    return CompiledSchedule(rank, view.size, layout.count, writer.scratch, steps)
 
 
 # -- which parts a rank has, in which order ---------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class _Writer:
 
 
 def run(
-    program: Program,
+    program: CompiledSchedule,
     tensor: Tensor,
     process_group: Any,
     op: Any = dist.ReduceOp.SUM,

@@ -6,19 +6,29 @@ are added up: in every worker of a simulation, which then combine their parts, o
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat.runtime.federated.client_state import ClientState
-from offbeat.runtime.federated.exact_sum import ExactSum
+from offbeat.runtime.federated.exact_sum import LARGEST, ExactSum
 
 AddUp = Callable[[Tensor, str], object]
 """Adds up a tensor over all workers, in place; the text says what it is, for errors. One process: do nothing."""
+
+
+Agree = Callable[[Callable[[], Sequence[float]]], Sequence[float]]
+"""Calls a function in one process, and returns its numbers in all. One process: `here`."""
+
+
+def here(compute: Callable[[], Sequence[float]]) -> Sequence[float]:
+    """The `Agree` of a process that is alone."""
+    return compute()
 
 
 def alone(tensor: Tensor, what: str) -> None:
@@ -97,6 +107,12 @@ class Aggregation(ABC):
 
     needs_single_updates: bool = False
     """Whether it looks at updates one by one, which secure aggregation hides."""
+    moves_always: bool = False
+    """Whether the model moves in every round, also if no update has come."""
+
+    def prepare(self, rounds: int | None, agree: Agree = here) -> None:
+        """Before the first round of a run, which may have this many in all; None: their number is unknown."""
+        del rounds, agree
 
     @abstractmethod
     def begin(self, selected: Selected) -> None:
@@ -133,6 +149,24 @@ class Aggregation(ABC):
         """Figures for the display and the metrics, such as the privacy spent."""
         return {}
 
+    def notes(self) -> dict[str, Any]:
+        """Entries for the result."""
+        return {}
+
+    @property
+    def failure(self) -> str:
+        """Why the updates of this round cannot be used, other than that they are too few; empty if they can."""
+        return ""
+
+    def message_bytes(self, down: int, up: int) -> tuple[int, int]:
+        """Bytes that a client gets and sends in a round, if these are what it would with plain updates."""
+        return down, up
+
+    @property
+    def exhausted(self) -> str:
+        """Why no further round may be made; empty if one may."""
+        return ""
+
     def state_dict(self) -> dict[str, Any]:
         """What must outlive the process, such as a ledger."""
         return {}
@@ -145,25 +179,23 @@ class Aggregation(ABC):
 class ExactMean(Aggregation):
     """The mean by weight, summed in fixed point: the same bits in any order and with any number of workers."""
 
-    _TAIL: Final = 2  # Weights and losses, in fixed point.
-    _WHOLE: Final = 2  # Updates and examples, as they are.
-
     def __init__(self, layout: UpdateLayout) -> None:
         size = layout.size
         wide = 2 * size if layout.extra else size
-        self._layout, self._row = layout, torch.zeros(wide + self._TAIL + self._WHOLE, dtype=torch.int64)
-        self._counts = self._row[wide + self._TAIL :]
+        self._layout = layout
+        self._row = torch.zeros(wide + len(_Tally.__annotations__), dtype=torch.int64)
         self._update = ExactSum(self._row[:size])
         self._extra = ExactSum(self._row[size:wide]) if layout.extra else None
-        self._tail = ExactSum(self._row[wide : wide + self._TAIL])
+        self._counts = self._row[wide:]
+        self._tally = _Tally()
 
     def begin(self, selected: Selected) -> None:
         """Start from 0, in units that cannot overflow."""
         self._row.zero_()
-        for sums in (self._update, self._tail):
-            sums.begin(sum(selected.weights))
+        self._update.begin(sum(selected.weights))
         if self._extra is not None:
             self._extra.begin(len(selected.clients))
+        self._tally = _Tally()
 
     def add(self, sent: ClientUpdate) -> bool:
         """Add an update by its weight."""
@@ -173,33 +205,53 @@ class ExactMean(Aggregation):
             return False
         if self._extra is not None and sent.extra is not None:
             self._extra.add(sent.extra, 1.0)
-        tail = torch.tensor([1.0, sent.loss])
-        self._tail.add(tail if ExactSum.fits(tail) else torch.tensor([1.0, 0.0]), sent.weight)
-        self._counts += torch.tensor([1, sent.examples])
+        tally, unit = self._tally, self._update.unit
+        tally.updates += 1
+        tally.examples += sent.examples
+        tally.weight += round(sent.weight * unit)
+        if abs(sent.loss) <= LARGEST:  # NaN compares as False.
+            tally.loss += round(sent.loss * sent.weight * unit)
+            tally.loss_weight += round(sent.weight * unit)
         return True
 
     def combine(self, add_up: AddUp) -> None:
         """One sum of integers."""
+        for sums in (self._update, self._extra):
+            if sums is not None:
+                sums.settle()
+        self._counts.copy_(torch.tensor(astuple(self._tally)))
         add_up(self._row, "the sum of updates")
+        self._tally = _Tally(*self._counts.tolist())
 
     def mean(self) -> tuple[Tensor, Tensor | None]:
         """The mean update, and the sum of further vectors."""
-        weight, dtype = float(self._tail.read()[0]), self._layout.dtype
-        mean = self._update.read().div_(weight).to(dtype)
+        dtype = self._layout.dtype
+        mean = self._update.read().div_(self._tally.weight / self._update.unit).to(dtype)
         return mean, None if self._extra is None else self._extra.read().to(dtype)
 
     @property
     def updates(self) -> int:
         """Updates that count."""
-        return int(self._counts[0])
+        return self._tally.updates
 
     @property
     def examples(self) -> int:
         """Examples that these clients went through."""
-        return int(self._counts[1])
+        return self._tally.examples
 
     @property
     def loss(self) -> float:
         """Mean loss of the clients, by their examples."""
-        weight, loss = self._tail.read().tolist()
-        return loss / weight if weight else float("nan")
+        weight = self._tally.loss_weight
+        return self._tally.loss / weight if weight else math.nan
+
+
+@dataclass
+class _Tally:
+    """What is counted beside the sums of vectors; weights and losses in the units of the sum."""
+
+    updates: int = 0
+    examples: int = 0
+    weight: int = 0
+    loss: int = 0
+    loss_weight: int = 0

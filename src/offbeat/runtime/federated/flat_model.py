@@ -9,7 +9,11 @@ from offbeat.errors import StrategyError
 
 
 class FlatModel:
-    """A model's trainable parameters, and then its floating-point buffers, as views of one vector."""
+    """A model's trainable parameters, and then its floating-point buffers, as views of one vector.
+
+    Buffers of other types, such as the count of batches of a normalization layer, are not averaged: every client
+    begins with those of the new model, and the global model keeps them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -33,11 +37,18 @@ class FlatModel:
         """How many numbers of the vector belong to parameters; the others are buffers."""
         for tensor, piece in zip(tensors, self.pieces(self.values), strict=True):
             tensor.data = piece
+        self._counters = [(b, b.clone()) for b in model.buffers() if not b.is_floating_point()]
 
     @property
     def nbytes(self) -> int:
         """Size of the vector."""
         return self.values.nbytes
+
+    def load(self, vector: Tensor) -> None:
+        """Become the model with this vector."""
+        self.values.copy_(vector)
+        for counter, first in self._counters:
+            counter.copy_(first)
 
     def pieces(self, vector: Tensor) -> list[Tensor]:
         """Views of a vector of this layout, shaped as the parameters and buffers."""

@@ -83,6 +83,7 @@ class LocalTrainer:
         self._loss, self._examples = loss, examples
         self._seed, self._epochs, self._batch = seed, epochs, batch
         self._update = torch.zeros_like(model.values)
+        self._modules = list(model.module.modules())
 
     def train(
         self, visit: Visit, base: Tensor, correction: Correction, state: ClientState | None = None
@@ -90,8 +91,8 @@ class LocalTrainer:
         """Train the model on a client's examples, from these global parameters."""
         model, optimizer = self.model, self.optimizer
         self._draw_as(visit)
-        model.values.copy_(base)
-        model.module.train()
+        model.load(base)
+        self._train_mode()
         correction.begin(base, state)
         total, steps, examples = torch.zeros(()), 0, 0
         for epoch in range(self._epochs):
@@ -113,8 +114,8 @@ class LocalTrainer:
         """Compute the gradient of a client's mean loss at these global parameters."""
         model = self.model
         self._draw_as(visit)
-        model.values.copy_(base)
-        model.module.train()
+        model.load(base)
+        self._train_mode()
         self.optimizer.zero_grad()
         loss = self._loss(self._examples(visit.indices))
         loss.backward()
@@ -136,10 +137,17 @@ class LocalTrainer:
 
     def _batches(self, visit: Visit, epoch: int) -> Iterator[Indices]:
         count = len(visit.indices)
+        if self._batch is None or self._batch >= count:
+            yield visit.indices
+            return
         shuffled = visit.indices[order(count, mixed(self._seed, visit.number, visit.client), epoch)]
-        size = count if self._batch is None else self._batch
-        for start in range(0, count, size):
-            yield shuffled[start : start + size]
+        for start in range(0, count, self._batch):
+            yield shuffled[start : start + self._batch]
+
+    def _train_mode(self) -> None:
+        """As `module.train()`, which takes as long as a small model's step."""
+        if not all(module.training for module in self._modules):
+            self.model.module.train()
 
     def _draw_as(self, visit: Visit) -> None:
         """Seed all generators that a model may draw from, as dropout does."""

@@ -22,7 +22,7 @@ from offbeat.protocols.exchanges import Exchanged, sent_by, sum_in_memory
 from offbeat.protocols.schedule import View
 from offbeat.runtime.backend import GLOO, OffbeatGroup
 from offbeat.runtime.collectives.one_sided.segment import Segment
-from offbeat.runtime.collectives.two_sided import Program, run
+from offbeat.runtime.collectives.two_sided import CompiledSchedule, run
 from offbeat.runtime.gradients.algorithm_choice import Sums
 from offbeat.runtime.groups.connection import Connection, ExchangeWait, Waits
 from offbeat.runtime.groups.presence import Presence
@@ -302,7 +302,9 @@ class DirectGroup(Group):
         with ExchangeWait(self.waits, what):
             return self.process_group.share_segment(size, what)
 
-    def run(self, program: Program, row: Tensor, scratch: Tensor, what: str, mixed: Exchanged | None = None) -> None:
+    def run(
+        self, program: CompiledSchedule, row: Tensor, scratch: Tensor, what: str, mixed: Exchanged | None = None
+    ) -> None:
         """Run this worker's program of a schedule over messages, in place; `mixed` describes it as part of a step."""
         self.sent.add(program.sent * row.element_size(), mixed)
         group = self.process_group

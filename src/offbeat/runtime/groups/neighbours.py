@@ -13,7 +13,7 @@ from torch import Tensor
 from offbeat.protocols.exchanges import Exchanged, sent_by
 from offbeat.protocols.gossip.mixing import mix, tell
 from offbeat.protocols.schedule import FloatArray, Layout, Schedule
-from offbeat.runtime.collectives.two_sided import Program, compile_schedule, programs
+from offbeat.runtime.collectives.two_sided import CompiledSchedule, compile_schedule, programs
 from offbeat.runtime.groups.connection import ExchangeWait
 from offbeat.runtime.groups.group import DirectGroup, Group
 
@@ -71,7 +71,7 @@ class Neighbours:
     def __init__(self, group: DirectGroup, matrix: FloatArray) -> None:
         self._group, self._matrix = group, matrix
         self.ranks = tuple(int(rank) for rank in np.flatnonzero(matrix[group.rank]) if rank != group.rank)
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[int, CompiledSchedule] = {}
 
     def trade(self, message: Tensor, fixed: bool, what: str) -> list[Tensor]:
         """Send a row of bytes to all neighbours, and return theirs by rank; `fixed` if all have the same length."""
@@ -84,14 +84,14 @@ class Neighbours:
         lengths = [int(length.view(torch.int64)) for length in counts]
         return self._run(self._compiled(count, lengths), message, lengths, what)
 
-    def _compiled(self, own: int, theirs: list[int]) -> Program:
+    def _compiled(self, own: int, theirs: list[int]) -> CompiledSchedule:
         """Compile for this worker, which does not need the lengths of messages between others."""
         group, lengths = self._group, np.zeros(self._group.size, dtype=np.int64)
         lengths[[group.rank, *self.ranks]] = [own, *theirs]
         layout = Layout(own + sum(theirs), 1)
         return compile_schedule(tell(self._matrix, lengths), group.view, layout, group.rank)
 
-    def _run(self, program: Program, message: Tensor, lengths: list[int], what: str) -> list[Tensor]:
+    def _run(self, program: CompiledSchedule, message: Tensor, lengths: list[int], what: str) -> list[Tensor]:
         row = torch.empty(program.count, dtype=torch.uint8)
         row[: message.numel()] = message
         exchanged = Exchanged(what="tell", by="0", nbytes=message.numel())

@@ -5,7 +5,7 @@ machine on an endpoint and a real clock. See docs/messages.md.
 """
 
 from offbeat.runtime.messages.drive import Driver, Inbox, drive
-from offbeat.runtime.messages.endpoint import Endpoint, Incoming, PeerTraffic
+from offbeat.runtime.messages.endpoint import Endpoint, Incoming, PeerTraffic, named
 from offbeat.runtime.messages.frames import Codec, FrameError
 from offbeat.runtime.messages.keys import Keys
 from offbeat.runtime.messages.sockets import address_in, private_directory
@@ -21,5 +21,6 @@ __all__ = [
     "PeerTraffic",
     "address_in",
     "drive",
+    "named",
     "private_directory",
 ]

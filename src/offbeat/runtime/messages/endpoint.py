@@ -38,6 +38,11 @@ MOST_PEERS = 16_384  # Peers that an endpoint remembers; messages from more are 
 LONGEST_NAME = 200  # In bytes.
 
 
+def named(public: str) -> str:
+    """The name of an endpoint that is called by its public key."""
+    return f"key {public}"
+
+
 class LendingError(OffbeatError):
     """The memory that a reference names is missing, not ours to read, or too short."""
 
@@ -138,6 +143,7 @@ class PeerTraffic:
     bytes_received: int = 0
     bytes_lent: int = 0  # The part of `bytes_sent` that was lent instead of copied.
     dropped: int = 0  # Messages that could not be sent: full queue, or unknown peer.
+    refused: int = 0  # Malformed messages from it.
 
 
 @dataclass(slots=True)
@@ -230,6 +236,9 @@ class Endpoint(Generic[M]):
 
     The name is the socket's identity, so messages carry no sender that could be wrong. Of two live endpoints with the
     same name, the last to connect wins (a restarted process is not locked out by its former self).
+
+    With `named_by_key`, a peer that connects must be called `named(its public key)`, so that those who are admitted
+    cannot take each other's names.
     """
 
     def __init__(
@@ -239,6 +248,8 @@ class Endpoint(Generic[M]):
         bind: str | None = None,
         keys: Keys | None = None,
         high_water: int = HIGH_WATER,
+        *,
+        named_by_key: bool = False,
     ) -> None:
         # Imports torch, which keys do not need.
         from offbeat.runtime.collectives.one_sided.segment import host_identity
@@ -246,6 +257,7 @@ class Endpoint(Generic[M]):
         self.name = name
         self._codec = codec
         self._has_keys = keys is not None
+        self._named_by_key = named_by_key
         self._host = host_identity()
         self._incarnation = secrets.randbits(63)
         self._loans = Loans()
@@ -279,6 +291,11 @@ class Endpoint(Generic[M]):
         known = self.known.forget(peer)
         if known is not None and known.dealer is not None:
             self._sockets.disconnect(known.dealer)
+
+    @property
+    def strangers(self) -> int:
+        """How many keys that are not allowed have tried to connect."""
+        return len(self._sockets.strangers)
 
     def has_met(self, peer: str) -> bool:
         """Whether this peer has greeted us: the connection works both ways."""
@@ -361,9 +378,13 @@ class Endpoint(Generic[M]):
         known = self.known
         peer = known.by_dealer[socket] if identity is None else known.by_identity.get(identity, identity)
         try:
+            if self._named_by_key and identity is not None and identity != identity_of(named(self._sockets.owner)):
+                raise FrameError("a sender with another's name")
             return self._accept(peer, frames)
         except (FrameError, LendingError):
             self.refused += 1
+            if isinstance(peer, Peer):
+                peer.traffic.refused += 1
             return None
 
     def _accept(self, peer: Peer | bytes, frames: list[Any]) -> Incoming[M] | None:

@@ -23,6 +23,7 @@ from zmq.utils import z85
 from offbeat.errors import UsageError
 
 _LARGEST = 2**20  # Largest key file, in bytes.
+MOST_STRANGERS = 10_000  # Refused keys that are remembered.
 DOMAIN = "offbeat"  # Our sockets' name for the authenticator.
 
 
@@ -98,16 +99,31 @@ class Keys:
         return public == self.public or public in self.allowed
 
 
-def guard(context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> ThreadAuthenticator:
-    """Start a thread that admits, on all sockets of a context, only the owners of allowed keys."""
+def guard(context: zmq.Context[zmq.Socket[bytes]], keys: Keys, strangers: set[str]) -> ThreadAuthenticator:
+    """Start a thread that admits, on all sockets of a context, only the owners of allowed keys.
+
+    The public keys of others that tried are put into `strangers`, up to a limit.
+    """
 
     def callback(domain: str, key: bytes) -> bool:
-        return domain == DOMAIN and keys.admits(z85.decode(key).hex())
+        public = z85.decode(key).hex()
+        admitted = domain == DOMAIN and keys.admits(public)
+        if not admitted and len(strangers) < MOST_STRANGERS:
+            strangers.add(public)
+        return admitted
 
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(DOMAIN, SimpleNamespace(callback=callback))
     return authenticator
+
+
+def owner_of(frame: zmq.Frame) -> str:
+    """The public key of a frame's sender, as the handshake proved it; empty without keys."""
+    try:
+        return z85.decode(str(frame.get("User-Id")).encode()).hex()
+    except (zmq.ZMQError, ValueError):
+        return ""
 
 
 def for_socket(key: str) -> bytes:

@@ -24,7 +24,7 @@ import zmq
 
 from offbeat.errors import UsageError
 from offbeat.runtime.messages.frames import BULK, CHUNK
-from offbeat.runtime.messages.keys import DOMAIN, Keys, for_socket, guard
+from offbeat.runtime.messages.keys import DOMAIN, Keys, for_socket, guard, owner_of
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -132,6 +132,10 @@ class Sockets:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._authenticator: ThreadAuthenticator | None = None
         self.router: Socket | None = None
+        self.strangers: set[str] = set()
+        """Public keys that were refused."""
+        self.owner = ""
+        """The public key of the sender of the message taken last, if it came to the router; empty without keys."""
 
     def bind(self, address: str) -> str:
         """Listen at this address; returns the actual address."""
@@ -143,7 +147,7 @@ class Sockets:
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if self._keys is not None:
-            self._authenticator = guard(self._context, self._keys)
+            self._authenticator = guard(self._context, self._keys, self.strangers)
             router.curve_server = True
             router.zap_domain = DOMAIN.encode()
         try:
@@ -228,7 +232,11 @@ class Sockets:
 
         Small frames are copied, which is faster and aligns them. Of too many frames only one over the limit is kept.
         """
-        identity = socket.recv(_NOBLOCK) if socket is self.router else None
+        identity = None
+        if socket is self.router:
+            first = socket.recv(_NOBLOCK, False)
+            identity = first.bytes
+            self.owner = "" if self._keys is None else owner_of(first)
         limit = self._most_frames + 2
         frames: list[Any] = []
         more = True

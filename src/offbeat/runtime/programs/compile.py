@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offbeat.errors import NonFiniteError, ProgramError
 from offbeat.protocols.programs.graph import compute
-from offbeat.protocols.programs.plan import Instruction, Pass, Place, Plan, plan_of
+from offbeat.protocols.programs.plan import ChunkPlace, Instruction, Pass, Plan, plan_of
 from offbeat.protocols.programs.program import Program
 from offbeat.runtime.programs.kernels import kernel_of
 
@@ -217,7 +217,7 @@ class CompiledProgram:
             raise NonFiniteError(f"The program's {what} would not be finite: NaN or infinite. The push is refused.")
 
 
-def _key(place: Place) -> tuple[str, int]:
+def _key(place: ChunkPlace) -> tuple[str, int]:
     return place.kind, place.number
 
 

@@ -184,6 +184,10 @@ class Reports:
             self._last_progress = now
             self._send({"kind": "progress", **self._progress(epoch)})
 
+    def disturbed(self, number: int) -> None:
+        """Tell the launcher that an injected fault has fired: the number of its sentence."""
+        self._send({"kind": "disturbed", "number": number})
+
     def _progress(self, epoch: int | None) -> dict[str, Any]:
         return {
             "step": self._ledger.steps,

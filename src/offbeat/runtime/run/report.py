@@ -62,7 +62,9 @@ def _entries(result: Result) -> Iterator[tuple[str, str]]:
     yield "speed", f"{speed}{result.core_seconds:.1f} core-seconds"
     mean = f" (mean of {result.workers} workers)" if result.workers > 1 else ""
     yield "where the time went", kinds_in_words(result.seconds_by_kind) + mean
-    if result.workers > 1:
+    if result.federated:
+        yield from federated_in_words(result.federated)
+    elif result.workers > 1:
         yield "sent", f"{amount(result.bytes_sent)} between {result.workers} workers"
     if result.servers:
         yield from served_in_words(result)
@@ -87,6 +89,42 @@ def _entries(result: Result) -> Iterator[tuple[str, str]]:
         yield "start-up", f"{result.startup_seconds:.1f} s, not counted above"
     if result.run != Path():
         yield "everything is in", str(result.run)
+
+
+def federated_in_words(counts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What clients and server would have sent, and which updates counted."""
+    up, down = amount(counts["bytes_up"]), amount(counts["bytes_down"])
+    yield "clients would send", f"{up} to the server and receive {down}; workers simulate them"
+    failed = f"; {counts['failed_rounds']:,} rounds without an update" if counts["failed_rounds"] else ""
+    yield (
+        "clients' updates",
+        f"{updates_in_words(counts)} in {counts['rounds']:,} rounds of {counts['clients']:,} clients{failed}",
+    )
+    if privacy := counts.get("privacy"):
+        spent = f"epsilon {counts['epsilon']:.3g} at delta {privacy['delta']:g} spent in {privacy['rounds']:,} rounds"
+        yield "privacy", f"{spent}; noise {privacy['noise']:g} times the clipping bound of {privacy['clip']:g}"
+    if counts.get("stopped"):
+        yield "stopped early", counts["stopped"]
+    if counts.get("personal"):
+        yield "personal models", personal_in_words(counts["personal"])
+
+
+def updates_in_words(counts: Mapping[str, int]) -> str:
+    """`120 counted, 3 late`: what became of the updates of a federated run; empty if there is none."""
+    lost = [f"{counts[name]:,} {name}" for name in ("late", "dropped", "refused") if counts.get(name)]
+    return ", ".join([f"{counts['updates']:,} counted", *lost]) if counts else ""
+
+
+def personal_in_words(personal: Mapping[str, Any]) -> str:
+    """`finetune: mean 0.87 to 0.97, …, on what each of 18 clients held out`: the global model, and clients' own."""
+    if not personal["clients"]:
+        return f"{personal['method']}: no client has a model of its own and examples to score it on"
+    names = {"mean": "mean", "worst_tenth": "worst tenth", "deviation": "deviation"}
+    before, after = personal["before"], personal["after"]
+    changes = ", ".join(f"{words} {before[name]:.4g} to {after[name]:.4g}" for name, words in names.items())
+    counts = f"{personal['better']:,} of {personal['clients']:,} clients are better off, {personal['worse']:,} worse"
+    more = f"; {personal['without']:,} never took part" if personal["without"] else ""
+    return f"{personal['method']}: {changes} on each client's held-out examples; {counts}{more}"
 
 
 def _hosts_in_words(hosts: Sequence[Mapping[str, Any]]) -> str:

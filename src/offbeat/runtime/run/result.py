@@ -34,7 +34,8 @@ class Result:
     startup_seconds: float = 0.0  # From the start of the launch until training began.
     samples_per_second: float = 0.0  # Examples per second of training time.
     core_seconds: float = 0.0  # Processor time of all workers together.
-    bytes_sent: int = 0  # Payload bytes sent by the workers, according to the schedules that ran.
+    bytes_sent: int = 0
+    """Payload bytes sent by the workers, according to the schedules that ran; federated: by clients and the server."""
     bytes_measuring: int = 0
     """The same for exchanges that only measured links or compared algorithms; not part of `bytes_sent`."""
     seconds_by_kind: dict[str, float] = field(default_factory=dict)
@@ -74,6 +75,10 @@ class Result:
     """Where replicas are split: the workers by replica, stage and way, their hosts, and what goes between hosts."""
     tensor: dict[str, Any] = field(default_factory=dict[str, Any])
     """Under tensor(ways): the share of the parameters that each way holds, which modules are split, and which not."""
+    federated: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Under federated: rounds; updates that counted, were late, dropped or refused; what clients would send."""
+    warnings: list[str] = field(default_factory=list[str])
+    """What worker 0 warned of while it trained, each once."""
     first_batch: str | None = None
     """Fingerprint of the first training batch of the reporting worker: equal data gives equal fingerprints."""
     error: dict[str, Any] | None = None

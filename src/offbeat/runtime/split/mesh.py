@@ -56,6 +56,12 @@ class MeshPlace:
         return tuple(self.rank_of(replica, self.stage, self.way) for replica in range(self.replicas))
 
     @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """For each part of the model, the ranks of the workers that have it, one in each replica."""
+        places = [(stage, way) for stage in range(self.stages) for way in range(self.ways)]
+        return tuple(tuple(self.rank_of(replica, *place) for replica in range(self.replicas)) for place in places)
+
+    @property
     def pipeline(self) -> tuple[int, ...]:
         """Ranks of the workers with the other stages of this replica, by stage."""
         return tuple(self.rank_of(self.replica, stage, self.way) for stage in range(self.stages))

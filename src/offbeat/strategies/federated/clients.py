@@ -61,9 +61,10 @@ class TaskClients(ClientData):
 
 
 @dataclass(frozen=True)
-class Lognormal(Setting):
+class LognormalSpeeds(Setting):
     """Clients whose speeds differ: how long each takes for a round, in simulated seconds."""
 
+    name: ClassVar[str] = "lognormal"
     sigma: float = 0.5
     """Spread: a client slower than 84 % of all takes e^sigma times as long as the median."""
     median: float = 10.0

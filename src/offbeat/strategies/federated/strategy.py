@@ -14,15 +14,18 @@ from torch import nn
 
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols.federated.plan import ClientSpeeds, RoundPlan
+from offbeat.runtime.federated.privacy import PrivacyTerms
+from offbeat.runtime.federated.secure_mean import check_survivors
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
-from offbeat.strategies._base import Axis, Strategy, Traits
+from offbeat.strategies._base import Axis, Strategy, Traits, require
+from offbeat.strategies.compressors import Compressing
 from offbeat.strategies.federated.algorithms import (
-    Algorithm,
     FedAdagrad,
     FedAdam,
     FedAvg,
     FedBuff,
+    FederatedAlgorithm,
     FedProx,
     FedSGD,
     FedYogi,
@@ -32,10 +35,13 @@ from offbeat.strategies.federated.clients import (
     DirichletClients,
     IIDClients,
     LabelShards,
-    Lognormal,
+    LognormalSpeeds,
     QuantitySkew,
     TaskClients,
 )
+from offbeat.strategies.federated.personal import Ditto, Finetune
+from offbeat.strategies.federated.privacy import Privacy
+from offbeat.strategies.federated.robust import KrumRule, MedianRule, NormBound, TrimmedMean
 from offbeat.strategies.worker.exchange import Exchange, Exchanging
 
 MOST_CLIENTS: Final = 10_000_000
@@ -57,36 +63,53 @@ class Federated(Exchanging):
     epochs: int = 1
     """Passes of a client over its data in a round."""
     batch: int | Literal["full"] = 10
-    """Examples of a client's step; `full` is all that it has."""
+    """Examples of a client's step; `full` is all that it has. Iterative tasks take all at once."""
     algorithm: FedAvg | FedSGD | FedProx | Scaffold | FedAdagrad | FedAdam | FedYogi | FedBuff = _AVERAGE
     """What clients and server compute beside plain averaging."""
     data: IIDClients | DirichletClients | LabelShards | QuantitySkew | TaskClients | None = None
     """How the training data is divided over the clients; None: as --parts says."""
-    sampling: Literal["uniform", "poisson"] = "uniform"
-    """How a round's clients are drawn: a fixed number, or each client with the same probability."""
+    sampling: Literal["uniform", "poisson"] | None = None
+    """How a round's clients are drawn: a fixed number, or each with the same probability; None: poisson for privacy."""
     over: float = 1.0
     """Factor by which more clients are selected than are needed; the first to answer count."""
     deadline: float | None = None
     """Seconds after which a round ends with the updates that have come."""
     fewest: int = 1
     """Updates that a round needs; with fewer the model stays as it is."""
-    speeds: Lognormal | None = None
+    speeds: LognormalSpeeds | None = None
     """How fast clients are; None: equally fast."""
     dropout: float = 0.0
     """Probability that a selected client never answers."""
+    privacy: Privacy | None = None
+    """Bound on what the models reveal about a client; None: there is none."""
+    robust: MedianRule | TrimmedMean | KrumRule | NormBound | None = None
+    """How updates are combined if some clients may lie; None: by the mean."""
+    personal: Finetune | Ditto | None = None
+    """How each client gets a model of its own, which stays there; None: there is only the global one."""
+    secure: bool = False
+    """Whether updates are masked, so that the server learns their sum only; needs over two thirds of the selected."""
 
-    promises = Traits(synchronous=True, deterministic=True)
+    promises = Traits(deterministic=True, refuses_updates=True)
     aliases: ClassVar = {
         "fedavg": "federated",
         "fedsgd": "federated(batch=full, algorithm=fedsgd)",
         "fedbuff": "federated(algorithm=fedbuff(10))",
+        "fedadagrad": "federated(algorithm=fedadagrad)",
+        "fedadam": "federated(algorithm=fedadam)",
+        "fedyogi": "federated(algorithm=fedyogi)",
+        "scaffold": "federated(algorithm=scaffold)",
     }
     examples = (
-        "federated(clients=100, fraction=0.1, epochs=5)",
-        "federated(clients=1000, data=dirichlet(0.3), algorithm=fedprox(0.01))",
-        "federated(algorithm=fedbuff(10), speeds=lognormal(0.8))",
+        "federated(clients=50, fraction=0.2, epochs=5)",
+        "federated(clients=1000, algorithm=fedprox(0.01), data=dirichlet(0.3))",
+        "federated(algorithm=fedbuff(10), speeds=lognormal(sigma=0.8))",
+        "federated(clients=1000, fraction=0.05, privacy=privacy(epsilon=8, delta=1e-4))",
+        "federated(clients=100, fraction=0.2, over=1.2, secure=True)",
+        "federated + quantize(8)",
     )
-    unplanned = "clients are simulated: what they would send is in the result, as federated.bytes_up and bytes_down"
+    carries = True
+    point_to_point = True
+    unplanned = "who takes part is drawn for each round, and clients are simulated: their workers exchange one sum"
     _ranges = (
         ("clients", lambda clients: 1 <= clients <= MOST_CLIENTS, f"there are 1 to {MOST_CLIENTS:,} clients"),
         ("fraction", lambda share: 0 < share <= 1, "it is the share of clients in a round: above 0, at most 1"),
@@ -101,26 +124,145 @@ class Federated(Exchanging):
     def __post_init__(self) -> None:
         """Refuse rounds that could never count."""
         super().__post_init__()
+        if self.privacy is not None:
+            self._check_private(self.privacy)
         try:
-            self.plan()
+            self._check_robust()
+            plan = self.plan()
+            if self.secure:
+                self._check_secure(plan)
         except UsageError as error:
             raise StrategyError(f"federated: {error}") from error
 
+    def _check_private(self, privacy: Privacy) -> None:
+        """Refuse what the account of privacy would not cover."""
+        reasons = (
+            (
+                self.sampling == "uniform",
+                "sampling=uniform",
+                "its account takes for granted that each client takes part independently of the others. Omit it, or "
+                "say sampling=poisson",
+            ),
+            (
+                self.algorithm.sends_more,
+                f"algorithm={self.algorithm}",
+                "its clients send a second vector, which would have to be clipped and accounted for as well. Use "
+                "fedavg, fedprox or a server optimizer",
+            ),
+            (
+                self.algorithm.buffer is not None,
+                f"algorithm={self.algorithm}",
+                "which clients it asks depends on which have answered, and its account needs independent draws. Use "
+                "fedavg, fedprox or a server optimizer",
+            ),
+            (
+                self.fewest > 1,
+                f"fewest={self.fewest}",
+                "whether the model moves would then show how many clients took part, in which one may make the "
+                "difference. Omit it",
+            ),
+            (
+                self.over != 1,
+                f"over={self.over:g}",
+                "which clients count would depend on their speed, and its account needs independent draws. Omit it",
+            ),
+            (
+                self.robust is not None,
+                f"robust={self.robust}",
+                "its noise is measured by what one client changes in a clipped sum, and the rule takes no such sum. "
+                "Omit it",
+            ),
+        )
+        for refused, name, why in reasons:
+            require(not refused, self, "privacy", privacy, f"it cannot go with {name}: {why}")
+
+    def _check_robust(self) -> None:
+        """Refuse a robust rule where it would protect from nothing."""
+        rule, algorithm = self.robust, self.algorithm
+        if rule is None:
+            return
+        if algorithm.sends_more:
+            raise StrategyError(
+                f"{rule} cannot go with {algorithm}, whose clients send control variates beside their "
+                f"updates: those would be summed as they are, lies included. Use fedavg or fedprox."
+            )
+        if algorithm.buffer is not None and rule.needs_single_updates:
+            raise StrategyError(
+                f"{rule} cannot go with {algorithm}: it counts every update once, and {algorithm.name} "
+                f"counts stale ones less. Use normbound, or another algorithm."
+            )
+        rule.check(RoundPlan(clients=self.clients, fraction=self.fraction).needed)
+
+    def _check_secure(self, plan: RoundPlan) -> None:
+        """Refuse what cannot be done with updates of which only the sum is known, and rounds that could never count."""
+        refused: tuple[tuple[str, object, str], ...] = (
+            (
+                "algorithm",
+                self.algorithm if self.algorithm.buffer is not None else None,
+                "clients mask their updates against each other, so all of a round must start together. Use fedavg",
+            ),
+            (
+                "algorithm",
+                self.algorithm if self.algorithm.sends_more else None,
+                "control variates have no bound by which they could become integers. Use fedavg or fedprox",
+            ),
+            ("robust", self.robust, "the server cannot see which update is unlike the others. Omit one of them"),
+            ("privacy", self.privacy, "its noise is added to a sum of updates that the server has clipped. Omit one"),
+        )
+        for name, value, why in refused:
+            require(value is None, self, "secure", True, f"it cannot go with {name}={value}: {why}")
+        check_survivors(plan)
+
     def refuses(self, other: Strategy) -> str | None:
         """What has no place beside rounds of clients."""
+        if self.secure and isinstance(other, Compressing):
+            return (
+                "secure=True masks updates as they are added up, number by number, and masked numbers are random, so "
+                "that nothing can be left out or shortened. Omit one of them"
+            )
         if other.axis is Axis.WHEN:
             return "its clients train on their own between two rounds anyway. Say epochs=… in federated(...)"
         if other.axis is Axis.SPLIT:
             return "each client trains the whole model"
+        if isinstance(other, Compressing) and (form := other.format()) is not None and not form.fixed:
+            return (
+                f"the length of {other}'s messages is known only when they are made, and clients' links and deadlines "
+                f"are simulated beforehand. Use topk"
+            )
         return None
 
     def check_hosts(self, hosts: int) -> None:
         """Refuse several hosts where clients keep a state in the run's folder."""
-        if hosts > 1 and self.algorithm.keeps_state:
+        keeping = self.algorithm if self.algorithm.keeps_state else self.personal
+        if hosts > 1 and keeping is not None:
             raise StrategyError(
-                f"{self.algorithm} keeps the clients' state in the run's folder, which {hosts} hosts do not share. Put "
-                f"all workers on one host, or use another algorithm."
+                f"{keeping} keeps the clients' state in the run's folder, which {hosts} hosts do not share. Put all "
+                f"workers on one host, or leave it out."
             )
+
+    def check_iterative(self, task: str) -> None:
+        """Refuse what only gradient descent has, for a task that has none."""
+        if self.privacy is not None:
+            raise StrategyError(
+                f"{self.privacy} cannot be used with {task}: its clients send statistics, whose size has nothing to do "
+                f"with that of an update, so no bound to clip them by is right. Omit it."
+            )
+        if self.secure:
+            raise StrategyError(
+                f"secure=True cannot be used with {task}: its clients send statistics, and to become integers numbers "
+                f"need a bound, which statistics do not have. Omit it."
+            )
+        gradients = {
+            "algorithm": (self.algorithm, _AVERAGE),
+            "epochs": (self.epochs, 1),
+            "personal": (self.personal, None),
+        }
+        for name, (value, plain) in gradients.items():
+            if value != plain:
+                raise StrategyError(
+                    f"{name}={value} cannot be used with {task}: its clients send statistics of all their data, and do "
+                    f"not train. Omit it."
+                )
 
     def rounds(self, epochs: int) -> int:
         """The rounds in which as many examples are seen as in this many passes over all data."""
@@ -132,13 +274,22 @@ class Federated(Exchanging):
         return RoundPlan(
             clients=self.clients,
             fraction=self.fraction,
-            poisson=self.sampling == "poisson",
+            poisson=self.sampling == "poisson" or self.privacy is not None,
             over=self.over,
             deadline=self.deadline,
-            fewest=self.fewest,
+            fewest=self.fewest if self.robust is None else max(self.fewest, self.robust.fewest),
             speeds=None if speeds is None else ClientSpeeds(speeds.median, speeds.sigma, speeds.bandwidth or math.inf),
             dropout=self.dropout,
             buffer=self.algorithm.buffer,
+        )
+
+    @property
+    def privacy_terms(self) -> PrivacyTerms | None:
+        """What is fixed about the privacy of a run; None if there is none."""
+        if (privacy := self.privacy) is None:
+            return None
+        return PrivacyTerms(
+            self.clients, self.fraction, privacy.delta, privacy.clip, noise=privacy.noise, limit=privacy.limit
         )
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
@@ -155,6 +306,10 @@ class FederatedWorker(Exchange):
     def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
         super().__init__(group, stopwatch)
         self._traffic = 0
+        self.latest: dict[str, float] = {}
+        """Figures of the aggregation at the latest report."""
+        self.rounds: dict[str, float] = {}
+        """What is counted over the rounds so far, such as updates, late and dropped clients; and simulated seconds."""
 
     def install(self, model: nn.Module) -> None:
         """Refuse a loop of the user's own."""
@@ -171,16 +326,16 @@ class FederatedWorker(Exchange):
         """Clients train alone anyway."""
 
     def count(self, nbytes: int) -> None:
-        """Clients and server would have sent this much; told on one worker."""
+        """Clients and server would have sent this much; counted on one worker."""
         self._traffic += nbytes
 
     def payload(self) -> int:
-        """Bytes that clients and server would have sent."""
-        return self._traffic
+        """Bytes that clients and server would have sent, in place of what the workers that simulate them did send."""
+        return self._traffic - self.group.bytes_sent
 
     def figures(self) -> dict[str, Any]:
-        """Nothing for the display beyond the run's own figures."""
-        return {}
+        """What became of the clients' updates, and what the aggregation says, such as the privacy spent."""
+        return {**({"rounds": dict(self.rounds)} if self.rounds else {}), **self.latest}
 
     def state_dict(self) -> dict[str, Any]:
         """The count."""
@@ -191,4 +346,4 @@ class FederatedWorker(Exchange):
         self._traffic = int(state["traffic"])
 
 
-__all__ = ["Algorithm", "Federated", "FederatedWorker"]
+__all__ = ["Federated", "FederatedAlgorithm", "FederatedWorker"]

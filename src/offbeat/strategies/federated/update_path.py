@@ -7,10 +7,16 @@ from typing import cast
 
 from torch import Tensor
 
+from offbeat.errors import StrategyError
 from offbeat.runtime.federated.aggregation import Aggregation, ExactMean, UpdateFilter, UpdateLayout
 from offbeat.runtime.federated.client_state import ClientState
 from offbeat.runtime.federated.flat_model import FlatModel
+from offbeat.runtime.federated.noise import SeededNoise
+from offbeat.runtime.federated.privacy import PrivateMean
+from offbeat.runtime.federated.secure_mean import SecureMean
 from offbeat.strategies._base import Combined
+from offbeat.strategies.compressors import Compressing
+from offbeat.strategies.federated.compressed_updates import CompressFilter
 from offbeat.strategies.federated.strategy import Federated
 
 
@@ -21,6 +27,8 @@ class UpdatePath:
     layout: UpdateLayout
     filters: tuple[UpdateFilter, ...]
     aggregation: Aggregation
+    params_bytes: int | None = None
+    """Bytes of the global parameters; None: as many as of an update."""
 
     @property
     def keeps_state(self) -> bool:
@@ -30,15 +38,21 @@ class UpdatePath:
     @property
     def model_bytes(self) -> int:
         """Bytes that a client downloads in a round."""
-        return self.layout.nbytes * (2 if self.layout.extra else 1)
+        return self._message_bytes[0]
 
     @property
     def update_bytes(self) -> int:
         """Bytes that a client uploads in a round."""
-        nbytes = self.layout.nbytes
+        return self._message_bytes[1]
+
+    @property
+    def _message_bytes(self) -> tuple[int, int]:
+        """Bytes that a client downloads and uploads in a round."""
+        down = self.layout.nbytes if self.params_bytes is None else self.params_bytes
+        up, more = self.layout.nbytes, self.layout.nbytes if self.layout.extra else 0
         for each in self.filters:
-            nbytes = each.update_bytes(self.layout.size, nbytes)
-        return nbytes + (self.layout.nbytes if self.layout.extra else 0)
+            up = each.update_bytes(self.layout.size, up)
+        return self.aggregation.message_bytes(down + more, up + more)
 
     def filtered(self, update: Tensor, client: int, number: int, state: ClientState | None) -> Tensor:
         """An update as the client sends it."""
@@ -61,14 +75,24 @@ def layout_of(strategy: Combined, model: FlatModel) -> UpdateLayout:
 
 def update_filters(strategy: Combined, layout: UpdateLayout, seed: int) -> tuple[UpdateFilter, ...]:
     """The filters of a client, in the order in which they are applied."""
-    del strategy, layout, seed
-    return ()
+    compressions = cast("tuple[Compressing, ...]", strategy.compressions)
+    return (CompressFilter(compressions, layout, seed),) if compressions else ()
 
 
 def aggregation(strategy: Combined, layout: UpdateLayout, seed: int) -> Aggregation:
     """The aggregation of the server."""
-    del strategy, seed
-    return ExactMean(layout)
+    rules = rules_of(strategy)
+    if (terms := rules.privacy_terms) is not None:
+        if layout.trainable < layout.size:
+            raise StrategyError(
+                f"{rules.privacy} cannot be used with a model that has floating-point buffers, such as the running "
+                f"statistics of batch normalization: clients send them as well, and with noise a variance becomes "
+                f"negative. Use layers without them, such as GroupNorm or LayerNorm."
+            )
+        return PrivateMean(layout, terms, SeededNoise(seed))
+    if rules.secure:
+        return SecureMean(layout, rules.plan(), seed)
+    return ExactMean(layout) if rules.robust is None else rules.robust.aggregation(layout)
 
 
 def rules_of(strategy: Combined) -> Federated:

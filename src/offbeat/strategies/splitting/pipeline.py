@@ -63,15 +63,18 @@ class Pipeline(Splitting):
         """The stages."""
         return self.stages
 
-    def microbatches_of(self, examples: int | None) -> int:
-        """Number of microbatches of a batch with so many examples (None: many)."""
+    def microbatches_of(self, examples: int | None, least: int = 1) -> int:
+        """Number of microbatches of a batch with so many examples (None: many), of at least so many each if chosen."""
         if self.microbatches != "auto":
             return self.microbatches
-        most = AUTO_PER_STAGE * self.stages
-        if examples is None or examples >= most:
+        return self.fewer_microbatches(AUTO_PER_STAGE * self.stages, examples, least)
+
+    def fewer_microbatches(self, most: int, examples: int | None, least: int) -> int:
+        """At most so many microbatches, fewer if they would have fewer than the least number of examples."""
+        if examples is None or examples >= most * least:
             return most
         grouped = self.stages if self.schedule is PipelineKind.INTERLEAVED else 1
-        return max(examples // grouped, 1) * grouped
+        return max(examples // least // grouped, 1) * grouped
 
     def refuses(self, other: Strategy) -> str | None:
         """What has not been made to work with a model of which each worker has a part."""

@@ -36,8 +36,9 @@ class LoopHooks:
         pace: Pace,
         ledger: Ledger,
         strategy: str,
-        whole: bool = True,
+        parts: Sequence[Sequence[int]] = (),
     ) -> None:
+        """Prepare to watch; `parts` has the ranks of the workers with each part of the model, if it is split."""
         self._group, self._holdings, self._ledger = group, holdings, ledger
         self._exchange, self._pace = exchange, pace
         self._overtaken = exchange if isinstance(exchange, Overtaken) else None
@@ -49,8 +50,9 @@ class LoopHooks:
         self.warnings: list[str] = []
         """Warnings given to the user."""
         self.first_gradients = FirstGradients(exchange.lockstep)
-        """Whether all workers compute the same batches."""
-        equal = whole and group.size > 1 and exchange.replicated and pace.replicated and not exchange.acts_in_steps
+        """Whether all replicas compute the same batches."""
+        self._parts = parts
+        equal = not parts and group.size > 1 and exchange.replicated and pace.replicated and not exchange.acts_in_steps
         self._replicas = Replicas(holdings) if equal else None
         self.averaging = False
         """Whether parameters are the mean of the replicas at the moment, which differs from each by rounding."""
@@ -100,12 +102,16 @@ class LoopHooks:
                 f"(give ReduceLROnPlateau what team.mean(...) returns), gradients of torch.autograd.grad or torch.func "
                 f"(only backward() exchanges them), or random numbers (use a generator with the same seed)."
             )
-        if self.first_gradients.same(rows[:, 0].tolist()) and self._group.membership.leads:
+        first = rows[:, 0].tolist()
+        parts = [part for part in self._parts or [range(len(first))] if max(part) < len(first)]
+        alike = [self.first_gradients.same([first[rank] for rank in part]) for part in parts]
+        if any(alike) and self._group.membership.leads:
+            kind = f"{len(self._parts[0])} replicas" if self._parts else f"{self._group.size} workers"
             self.warn(
-                f"all {self._group.size} workers had the same gradients in their first backward passes, so they "
+                f"all {kind} had the same gradients in their first backward passes, so they "
                 f"compute the same batches, and do the work of one. Give the training loader to team.prepare(...), "
-                f"which divides each batch over the workers; or have each worker draw its own batches, by "
-                f"team.rank and team.size."
+                f"which divides each batch over them"
+                + ("." if self._parts else "; or have each worker draw its own batches, by team.rank and team.size.")
             )
 
     def check_steps(self, steps: Sequence[float]) -> None:

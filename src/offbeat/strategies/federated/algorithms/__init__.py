@@ -1,7 +1,7 @@
 """Federated algorithms: what a client does beside plain local steps, and what the server does with the mean update."""
 
 from offbeat.strategies.federated.algorithms.adaptive import FedAdagrad, FedAdam, FedYogi
-from offbeat.strategies.federated.algorithms.base import Algorithm, ClientSide, ServerSide
+from offbeat.strategies.federated.algorithms.base import ClientSide, FederatedAlgorithm, ServerSide
 from offbeat.strategies.federated.algorithms.fedavg import FedAvg
 from offbeat.strategies.federated.algorithms.fedbuff import FedBuff
 from offbeat.strategies.federated.algorithms.fedprox import FedProx
@@ -9,7 +9,6 @@ from offbeat.strategies.federated.algorithms.fedsgd import FedSGD
 from offbeat.strategies.federated.algorithms.scaffold import Scaffold
 
 __all__ = [
-    "Algorithm",
     "ClientSide",
     "FedAdagrad",
     "FedAdam",
@@ -18,6 +17,7 @@ __all__ = [
     "FedProx",
     "FedSGD",
     "FedYogi",
+    "FederatedAlgorithm",
     "Scaffold",
     "ServerSide",
 ]

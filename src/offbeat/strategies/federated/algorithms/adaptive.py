@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from offbeat.runtime.federated.flat_model import FlatModel
-from offbeat.strategies.federated.algorithms.base import Algorithm, ServerSide
+from offbeat.strategies.federated.algorithms.base import FederatedAlgorithm, ServerSide
 from offbeat.strategies.language.fields import Ranges
 
 _RANGES: Ranges = (
@@ -25,7 +25,7 @@ _RANGES: Ranges = (
 
 
 @dataclass(frozen=True)
-class AdaptiveServer(Algorithm):
+class AdaptiveServer(FederatedAlgorithm):
     """Base of server optimizers that scale each number's step by its second moment."""
 
     rate: float = 0.1

@@ -54,7 +54,7 @@ class ServerSide:
 
 
 @dataclass(frozen=True)
-class Algorithm(Setting):
+class FederatedAlgorithm(Setting):
     """A federated algorithm."""
 
     keeps_state: ClassVar[bool] = False

@@ -11,11 +11,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from offbeat.runtime.federated.flat_model import FlatModel
-from offbeat.strategies.federated.algorithms.base import Algorithm, ServerSide
+from offbeat.strategies.federated.algorithms.base import FederatedAlgorithm, ServerSide
 
 
 @dataclass(frozen=True)
-class FedAvg(Algorithm):
+class FedAvg(FederatedAlgorithm):
     """The mean of the clients' models, weighted by examples."""
 
     name: ClassVar[str] = "fedavg"

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.strategies.federated.algorithms.base import Algorithm
+from offbeat.strategies.federated.algorithms.base import FederatedAlgorithm
 
 
 @dataclass(frozen=True)
-class FedBuff(Algorithm):
+class FedBuff(FederatedAlgorithm):
     """The server steps after every `updates` updates, whichever clients they come from.
 
     An update of staleness s counts 1/sqrt(1+s) as much as a fresh one.

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from offbeat.runtime.federated.client_state import ClientState
 from offbeat.runtime.federated.flat_model import FlatModel
-from offbeat.strategies.federated.algorithms.base import Algorithm, ClientSide, ServerSide
+from offbeat.strategies.federated.algorithms.base import ClientSide, FederatedAlgorithm, ServerSide
 
 
 @dataclass(frozen=True)
-class FedProx(Algorithm):
+class FedProx(FederatedAlgorithm):
     """FedAvg, with mu/2 times the squared distance to the global model added to each client's loss."""
 
     name: ClassVar[str] = "fedprox"

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from offbeat.strategies.federated.algorithms.base import Algorithm
+from offbeat.strategies.federated.algorithms.base import FederatedAlgorithm
 
 
 @dataclass(frozen=True)
-class FedSGD(Algorithm):
+class FedSGD(FederatedAlgorithm):
     """One step of the task's optimizer with the cohort's gradient, weighted by examples."""
 
     name: ClassVar[str] = "fedsgd"

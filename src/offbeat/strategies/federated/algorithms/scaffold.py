@@ -17,13 +17,13 @@ from torch.optim import SGD, Optimizer
 from offbeat.errors import StrategyError
 from offbeat.runtime.federated.client_state import ClientState
 from offbeat.runtime.federated.flat_model import FlatModel
-from offbeat.strategies.federated.algorithms.base import Algorithm, ClientSide, ServerSide
+from offbeat.strategies.federated.algorithms.base import ClientSide, FederatedAlgorithm, ServerSide
 
 VARIATE: Final = "variate"
 
 
 @dataclass(frozen=True)
-class Scaffold(Algorithm):
+class Scaffold(FederatedAlgorithm):
     """Each client corrects its gradients by how its own usually differ from all clients'.
 
     Clients keep their variates on disk, in the run's folder. The task's optimizer must be plain SGD.

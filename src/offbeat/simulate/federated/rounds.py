@@ -17,7 +17,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from offbeat.errors import DataError
-from offbeat.protocols.federated.plan import ClientSpeeds, RoundPlan
+from offbeat.protocols.federated.plan import ClientSpeeds, RoundPlan, round_failure
 from offbeat.protocols.federated.sampling import SeededNumbers, Succession, cohort
 from offbeat.protocols.partition import mixed
 
@@ -44,6 +44,7 @@ class ClientTimes(Struct, frozen=True):
     downloaded: float
     trained: float
     uploaded: float
+    lost: float = math.inf  # When it disappeared.
 
 
 class RoundOutcome(Struct, frozen=True):
@@ -71,6 +72,14 @@ class Flight(Struct, frozen=True):
     version: int
     lost: float  # When it disappears; infinite: never.
     times: ClientTimes
+
+
+class RoundClosing(Struct, frozen=True):
+    """When a synchronous round closes, and what it waits for until then; clients by their places in the cohort."""
+
+    ended: float
+    came: tuple[int, ...]  # Whose updates count, in the order in which they came.
+    last: int | None  # Who came last, or whose silence was noticed last; None: the deadline, or nobody was selected.
 
 
 class RoundProgress(Struct, frozen=True):
@@ -125,18 +134,9 @@ class VirtualRounds(Iterator[RoundOutcome]):
         chosen = cohort(plan, self._sizes, self._seed, number)
         downloaded, trained, uploaded = before.now + np.cumsum(self._fleet.takes(chosen), axis=0)
         lost = self._lost(number, chosen, before.now, uploaded)
-        arrivals = np.where(np.isfinite(lost), math.inf, uploaded)
-        noticed = _noticed(plan, before.now, lost)
-        goal = len(chosen) if plan.poisson else min(plan.needed, len(chosen))
-        limit = math.inf if plan.deadline is None else before.now + plan.deadline
-        order = np.argsort(arrivals, kind="stable")
-        came = order[: min(goal, int(np.sum(arrivals < limit)))]
-        if len(came) == goal:
-            end = float(arrivals[came[-1]]) if goal else before.now
-        else:  # Until nobody is waited for, or until the deadline.
-            end = min(limit, float(np.max(np.where(np.isfinite(lost), noticed, arrivals), initial=before.now)))
-        counts = set(came.tolist())
-        failed = _failure(plan, len(chosen), len(counts))
+        closing = close(plan, before.now, uploaded, lost)
+        end, counts = closing.ended, set(closing.came)
+        failed = round_failure(plan, len(chosen), len(counts))
         clients: list[int] = chosen.tolist()
         self.progress = RoundProgress(number, before.version + (not failed), end)
         gone = np.isfinite(lost) & (lost <= end)
@@ -144,7 +144,7 @@ class VirtualRounds(Iterator[RoundOutcome]):
             number=number,
             version=self.progress.version,
             cohort=tuple(clients),
-            participants=() if failed else tuple(Participant(clients[i], before.version, 1.0) for i in came.tolist()),
+            participants=() if failed else tuple(Participant(clients[i], before.version, 1.0) for i in closing.came),
             late=tuple(client for i, client in enumerate(clients) if i not in counts and not gone[i]),
             dropped=tuple(client for i, client in enumerate(clients) if gone[i]),
             started=before.now,
@@ -228,6 +228,30 @@ class VirtualRounds(Iterator[RoundOutcome]):
         return min(self._limit(flight), flight.times.uploaded if flight.lost == math.inf else noticed)
 
 
+def close(plan: RoundPlan, started: float, uploaded: Seconds, lost: Seconds) -> RoundClosing:
+    """When a synchronous round closes.
+
+    Args:
+        plan: How rounds go.
+        started: When its clients were asked.
+        uploaded: When the update of each client of the cohort arrives, if it does not disappear.
+        lost: When each disappears; infinite: it does not.
+
+    """
+    count = len(uploaded)
+    arrivals = np.where(np.isfinite(lost), math.inf, uploaded)
+    goal = count if plan.poisson else min(plan.needed, count)
+    limit = math.inf if plan.deadline is None else started + plan.deadline
+    order = np.argsort(arrivals, kind="stable")
+    came = tuple(order[: min(goal, int(np.sum(arrivals < limit)))].tolist())
+    if len(came) == goal:
+        return RoundClosing(float(arrivals[came[-1]]), came, came[-1]) if goal else RoundClosing(started, came, None)
+    # Until nobody is waited for, or until the deadline.
+    waits = np.where(np.isfinite(lost), _noticed(plan, started, lost), arrivals)
+    last = int(np.argmax(waits))
+    return RoundClosing(limit, came, None) if waits[last] >= limit else RoundClosing(float(waits[last]), came, last)
+
+
 def staleness_factor(staleness: int) -> float:
     """The weight of an update computed from a model that is so many versions old (Nguyen et al. 2022, section 5)."""
     return 1 / math.sqrt(1 + staleness)
@@ -256,16 +280,8 @@ def _noticed(plan: RoundPlan, start: float, lost: Seconds) -> Seconds:
 def _times(
     clients: list[int], asked: float, downloaded: Seconds, trained: Seconds, uploaded: Seconds, lost: Seconds
 ) -> tuple[ClientTimes, ...]:
-    ends = (np.where(at < lost, at, math.inf).tolist() for at in (downloaded, trained, uploaded))
-    return tuple(ClientTimes(client, asked, *each) for client, *each in zip(clients, *ends, strict=True))
-
-
-def _failure(plan: RoundPlan, selected: int, came: int) -> str:
-    if not selected:
-        return "no client was selected"
-    if came < plan.fewest:
-        return f"{came:,} of {selected:,} clients sent an update in time, and a round needs {plan.fewest:,}"
-    return ""
+    ends = [np.where(at < lost, at, math.inf).tolist() for at in (downloaded, trained, uploaded)]
+    return tuple(ClientTimes(client, asked, *each) for client, *each in zip(clients, *ends, lost.tolist(), strict=True))
 
 
 def _check_sizes(plan: RoundPlan, sizes: NDArray[np.int64]) -> None:

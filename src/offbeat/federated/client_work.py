@@ -1,0 +1,289 @@
+"""What a federated client does with its data: it trains in the background, so that its signs of life go on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, Subset
+
+from offbeat.errors import DataError, StrategyError
+from offbeat.federated.server_work import score_on
+from offbeat.federated.vectors import packed, unpacked
+from offbeat.protocols.federated.messages import (
+    Abandon,
+    Conclude,
+    Failed,
+    Finish,
+    Goodbye,
+    KeepFinal,
+    Prepare,
+    RoundTask,
+    Train,
+    Trained,
+    Update,
+    Welcome,
+)
+from offbeat.protocols.machine import Done, Payload
+from offbeat.runtime.federated.client_state import ClientState, ClientStates
+from offbeat.runtime.federated.flat_model import FlatModel
+from offbeat.runtime.federated.local_training import LocalTrainer, Visit, check_loss, examples_of
+from offbeat.runtime.messages import Inbox
+from offbeat.runtime.run.folder import MODEL_FILE
+from offbeat.strategies import combined
+from offbeat.strategies.federated.strategy import Federated
+from offbeat.strategies.federated.update_path import layout_of, update_filters
+from offbeat.strategies.language.parser import parse_built_in
+from offbeat.task import Data, Task
+from offbeat.worker.client_data import divided
+from offbeat.worker.model_file import save_model
+from offbeat.worker.task_data import data_of, size_of
+
+DataSource = Callable[[Federated, int], Data]
+"""Gets a client's data, once the rules and the seed are known."""
+LONGEST_TEXT: Final = 20_000
+"""Characters of a traceback that are sent."""
+
+
+class AbandonedError(Exception):
+    """The update of this round is not wanted any more."""
+
+
+def from_folder(task: Task, folder: Path) -> DataSource:
+    """A client's data, read by its task from a folder."""
+    if not folder.is_dir():
+        raise DataError(f"There is no folder {str(folder)!r}. Give --data the folder with this client's data.")
+
+    def read(rules: Federated, seed: int) -> Data:
+        del rules, seed
+        data: Any = task.client_data(folder)
+        if not isinstance(data, Data):
+            raise DataError(
+                f"{type(task).__name__}.client_data() is a {type(data).__name__}. Return offbeat.Data(train, "
+                f"validation, test)."
+            )
+        return data
+
+    return read
+
+
+def simulated_part(task: Task, client: int) -> DataSource:
+    """The part of the task's own data that this client has in simulation."""
+
+    def take(rules: Federated, seed: int) -> Data:
+        data = data_of(task)
+        parts, count = divided(data.train, task, rules, "iid", seed), size_of(data.validation)
+        own = range(client * count // rules.clients, (client + 1) * count // rules.clients)
+        return Data(Subset(data.train, parts.part(client).tolist()), Subset(data.validation, own), data.test)
+
+    return take
+
+
+@dataclass
+class _Outfit:
+    """What a client trains with."""
+
+    client: int
+    data: Data
+    rules: Federated
+    trainer: LocalTrainer
+    schedule: Any
+    side: Any
+    start: Tensor | None
+    filters: tuple[Any, ...]
+    layout: Any
+    states: ClientStates | None
+    advanced: int = 0
+    """How often the schedule was advanced."""
+
+
+@dataclass
+class ClientWork:
+    """A client's model, data and background thread."""
+
+    task: Task
+    module: nn.Module
+    source: DataSource
+    folder: Path
+    report: Callable[[str], None]
+    """Shows a line."""
+    last_score: float | None = None
+    _flat: FlatModel = field(init=False)
+    _jobs: queue.SimpleQueue[tuple[Any, Any]] = field(default_factory=queue.SimpleQueue[Any])
+    _abandoned: set[int] = field(default_factory=set[int])
+    _unsettled: dict[int, ClientState] = field(default_factory=dict[int, ClientState])
+    _number: int = 0  # The round that it trains for.
+    _outfit: _Outfit | None = None
+    _inbox: Inbox | None = None
+
+    def __post_init__(self) -> None:
+        self._flat = FlatModel(self.module)
+
+    @property
+    def model_bytes(self) -> int:
+        """Size of the model."""
+        return self._flat.nbytes
+
+    def start(self, inbox: Inbox) -> None:
+        """Start the background thread, which hands its results to the machine."""
+        self._inbox = inbox
+        threading.Thread(target=self._labour, name="client work", daemon=True).start()
+
+    def do(self, work: Any, _token: Any) -> None:
+        """Do work of the machine, now or in the background."""
+        match work:
+            case Abandon(number):
+                self._abandoned.add(number)
+            case Conclude(settled):
+                self._conclude(settled.number, settled.fate, settled.why)
+            case Train(task):
+                self._jobs.put((work, ("train", task.number)))
+            case KeepFinal():
+                self._jobs.put((work, "final"))
+            case _:
+                self._jobs.put((work, "ready"))
+
+    def _labour(self) -> None:
+        torch.set_num_threads(1)  # As in simulation: with several, sums inside an operator depend on their number.
+        while True:
+            work, token = self._jobs.get()
+            number = work.task.number if isinstance(work, Train) else 0
+            try:
+                result = self._result(work)
+            except AbandonedError:
+                continue
+            except BaseException as error:
+                text = "".join(traceback.format_exception(error))
+                result = Failed(number, f"{type(error).__name__}: {error}"[:LONGEST_TEXT], text[-LONGEST_TEXT:])
+            if self._inbox is not None:
+                self._inbox.put(Done(token, result))
+
+    def _result(self, work: Any) -> Any:
+        match work:
+            case Prepare(welcome):
+                return self._prepare(welcome)
+            case Train(task, model):
+                return self._train(task, model)
+            case KeepFinal(finish, model):
+                return self._keep(finish, model)
+            case _:
+                raise TypeError(type(work).__name__)
+
+    # In the background.
+
+    def _prepare(self, welcome: Welcome) -> int:
+        strategy = combined(parse_built_in(welcome.strategy))
+        rules = strategy.exchange
+        if not isinstance(rules, Federated):
+            raise StrategyError(f"the server runs {strategy}, which is not federated.")
+        data, task, flat = self.source(rules, welcome.seed), self.task, self._flat
+        if isinstance(data.train, IterableDataset):
+            raise DataError("the training data is a stream, and a client goes over its examples in random order.")
+        examples = size_of(data.train)
+        optimizer = task.optimizer(flat.parameters)
+
+        def loss(batch: Any) -> Tensor:
+            if self._number in self._abandoned:
+                raise AbandonedError
+            return check_loss(task.loss(flat.module, batch), type(task).__name__)
+
+        size = None if rules.batch == "full" else rules.batch
+        trainer = LocalTrainer(
+            flat, optimizer, loss, examples_of(data.train, task.collate), welcome.seed, rules.epochs, size
+        )
+        server = rules.algorithm.server(flat, rules.clients)
+        layout = layout_of(strategy, flat)
+        filters = update_filters(strategy, layout, welcome.seed)
+        keeps = rules.algorithm.keeps_state or any(each.keeps_state for each in filters)
+        self._outfit = _Outfit(
+            client=welcome.client,
+            data=data,
+            rules=rules,
+            trainer=trainer,
+            schedule=task.schedule(optimizer),
+            side=rules.algorithm.client(flat, server),
+            start=server.start_message(),
+            filters=filters,
+            layout=layout,
+            states=ClientStates(self.folder / (welcome.federation or "state")) if keeps else None,
+        )
+        self.report(f"joined as client {welcome.client}, with {examples:,} examples: {welcome.strategy}")
+        return examples
+
+    def _train(self, task: RoundTask, model: Payload) -> Trained:
+        outfit = self._ready()
+        base = self._received(outfit, model)
+        self._number = task.number
+        score, scored = self._score(outfit, base) if task.score else (None, 0)
+        self._advance(outfit, task.number - 1)
+        self.report(f"round {task.number}: training" + ("" if score is None else f" (score {score:.4g})"))
+        visit = Visit(outfit.client, task.number, np.arange(size_of(outfit.data.train), dtype=np.int64))
+        state = None if outfit.states is None else outfit.states.read(outfit.client, task.number)
+        if outfit.rules.algorithm.whole_gradient:
+            result = outfit.trainer.gradient(visit, base)
+        else:
+            result = outfit.trainer.train(visit, base, outfit.side, state)
+        update = result.update
+        for each in outfit.filters:
+            update = each.apply(update, outfit.client, task.number, state)
+        if state is not None:
+            self._unsettled = {task.number: state}
+        message = Update(task.number, result.loss, result.examples, score, scored)
+        return Trained(message, packed([update, result.extra if outfit.layout.extra else None]))
+
+    def _keep(self, finish: Finish, model: Payload) -> Goodbye:
+        outfit = self._ready()
+        base = self._received(outfit, model)
+        self._flat.load(base)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_model(self.module, self.folder / MODEL_FILE)
+        score, scored = self._score(outfit, base) if finish.score else (None, 0)
+        self.report("the last round is over" + ("" if score is None else f": score {score:.4g} on own data"))
+        return Goodbye(score, scored)
+
+    def _ready(self) -> _Outfit:
+        if self._outfit is None:
+            raise DataError("the server has sent a task before this client was ready.")
+        return self._outfit
+
+    def _received(self, outfit: _Outfit, model: Payload) -> Tensor:
+        """The global parameters of a payload; a further vector goes to where the algorithm expects it."""
+        layout = outfit.layout
+        vectors = unpacked(model, 1 if outfit.start is None else 2, layout.size, layout.dtype)
+        if outfit.start is not None:
+            outfit.start.copy_(vectors[1])
+        return vectors[0]
+
+    def _score(self, outfit: _Outfit, base: Tensor) -> tuple[float | None, int]:
+        data = outfit.data.validation
+        count = size_of(data)
+        if not count:
+            return None, 0
+        self._flat.load(base)
+        self.last_score = score_on(self.task, self.module, data)
+        return self.last_score, count
+
+    def _advance(self, outfit: _Outfit, rounds: int) -> None:
+        """Bring the learning-rate schedule to where it is after so many rounds."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # It is advanced for rounds that others trained in, too.
+            while outfit.schedule is not None and outfit.advanced < rounds:
+                outfit.schedule.step()
+                outfit.advanced += 1
+
+    # On the machine's thread.
+
+    def _conclude(self, number: int, fate: str, why: str) -> None:
+        self.report(f"round {number}: {fate}" + (f": {why}" if why else ""))
+        state, outfit = self._unsettled.pop(number, None), self._outfit
+        if fate == "accepted" and state is not None and outfit is not None and outfit.states is not None:
+            outfit.states.write(outfit.client, number, state, number)

@@ -1,0 +1,275 @@
+"""What a federated server does with tensors: adds up updates, moves the model, scores and records rounds."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from offbeat.errors import RunError
+from offbeat.federated.description import describe, difference
+from offbeat.federated.store import ServerStore
+from offbeat.federated.vectors import packed, unpacked
+from offbeat.protocols.federated.messages import AddUpdate, CloseRound, DeployedRound, Examine, RoundClosed
+from offbeat.protocols.federated.round_server import ServerState
+from offbeat.protocols.machine import Payload
+from offbeat.runtime.federated.aggregation import ClientUpdate, Selected, alone
+from offbeat.runtime.federated.flat_model import FlatModel
+from offbeat.runtime.federated.local_training import LocalTrainer
+from offbeat.runtime.federated.noise import SystemNoise
+from offbeat.runtime.federated.privacy import PrivateMean
+from offbeat.runtime.federated.round_log import RoundLog
+from offbeat.runtime.run.folder import METRICS_FILE, MODEL_FILE, MetricsWriter
+from offbeat.runtime.run.metrics import Ledger
+from offbeat.simulate.federated import ClientTimes, Participant, RoundOutcome, RoundProgress
+from offbeat.strategies._base import Combined
+from offbeat.strategies.federated.update_path import UpdatePath, rules_of, update_path
+from offbeat.task import Task, TaskReference
+from offbeat.worker.federated_learner import GlobalModel
+from offbeat.worker.model_file import save_model
+from offbeat.worker.task_data import data_of, loader_over
+
+SCORE: Final = "score"
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """A round as it is shown."""
+
+    outcome: DeployedRound
+    loss: float
+    score: float | None
+    """Of the model after this round if the server scores it; else of the model before, as the clients scored it."""
+
+
+class ServerWork:
+    """The tensors of a server, and the work that its machine starts."""
+
+    def __init__(
+        self,
+        task: Task,
+        reference: TaskReference,
+        strategy: Combined,
+        seed: int,
+        run: Path,
+        ledger: Ledger,
+        *,
+        rounds: int,
+        validate: bool,
+    ) -> None:
+        self.ledger, self.run, self._rounds = ledger, run, rounds
+        self.began = time.monotonic()
+        self.earlier_seconds = 0.0
+        self.shown: Callable[[RoundRecord], None] = lambda _record: None
+        """Gets every round that is closed."""
+        module = task.model()
+        self._own = describe(reference, module)
+        self._task, self.rules = task, rules_of(strategy)
+        self.flat = FlatModel(module)
+        optimizer = task.optimizer(self.flat.parameters)
+        self._schedule = task.schedule(optimizer)
+        self._trainer = LocalTrainer(self.flat, optimizer, _no_data, _no_data, seed, 1, None)
+        self._server = self.rules.algorithm.server(self.flat, self.rules.clients)
+        self.path = deployed_path(strategy, self.flat, seed)
+        kept = {"server": self._server, "aggregation": self.path.aggregation, "optimizer": optimizer}
+        self.model = GlobalModel(
+            self.flat.values.clone(), kept if self._schedule is None else {**kept, "schedule": self._schedule}
+        )
+        self.store = ServerStore(run)
+        self._validation = data_of(task).validation if validate else None
+        self._log, self._metrics = RoundLog(run), MetricsWriter(run / METRICS_FILE)
+        self._adding = 0  # The round whose updates are in the aggregation.
+        self._arrivals: dict[int, float] = {}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the run, those of earlier processes included."""
+        return self.earlier_seconds + time.monotonic() - self.began
+
+    def load(self) -> ServerState | None:
+        """Go on where an earlier process was; None if there was none."""
+        state = self.store.load()
+        if state is None:
+            self.path.aggregation.prepare(self._rounds)
+            self._keep(0)
+            return None
+        kept = self.store.read_model(_closed_rounds(state))
+        self.model.load_state_dict(kept["model"])
+        self.ledger.load_state_dict(kept["ledger"])
+        self.earlier_seconds = float(kept["seconds"])
+        self._metrics.keep_first(self.ledger.reports)
+        self.path.aggregation.prepare(self._rounds)
+        return state
+
+    def payload(self) -> Payload:
+        """What clients get."""
+        return packed([self.model.base, self._server.start_message()])
+
+    def do(self, work: Any, state: ServerState) -> Any:
+        """Do work of the machine."""
+        match work:
+            case Examine():
+                return difference(self._own, work.description)
+            case AddUpdate():
+                return self._add(work, state)
+            case CloseRound():
+                return self._close(work.outcome, state)
+            case _:
+                raise RunError(f"{type(work).__name__} is not work of a federated server.")
+
+    # A round.
+
+    def _add(self, work: AddUpdate, state: ServerState) -> str:
+        """Add an update; returns why it cannot be used, or nothing."""
+        layout, number = self.path.layout, work.update.number
+        try:
+            vectors = unpacked(work.payload, 2 if layout.extra else 1, layout.size, layout.dtype)
+        except RunError as error:
+            return str(error)
+        if work.update.examples < 0:
+            return f"it says that it went through {work.update.examples} examples"
+        self._begin(number, state)
+        if not self._added(work.client, vectors, work.update.loss, work.update.examples, state):
+            return "it has NaN, or numbers too large to average"
+        kept = {"vectors": vectors, "loss": work.update.loss, "examples": work.update.examples}
+        self.store.write_update(number, work.client, kept)
+        self._arrivals[work.client] = time.monotonic()
+        return ""
+
+    def _begin(self, number: int, state: ServerState) -> None:
+        """Begin to add the updates of a round; those that an earlier process accepted come first."""
+        if self._adding == number:
+            return
+        self._adding, self._arrivals = number, {}
+        chosen = state.round.cohort
+        sizes = _sizes(state)
+        self.path.aggregation.begin(Selected(number, tuple(chosen), [float(sizes[client]) for client in chosen]))
+        for client in state.round.came:
+            kept = self.store.read_update(number, client)
+            self._added(client, kept["vectors"], kept["loss"], kept["examples"], state)
+
+    def _added(self, client: int, vectors: list[Tensor], loss: float, examples: int, state: ServerState) -> bool:
+        extra = vectors[1] if len(vectors) > 1 else None
+        weight = float(_sizes(state)[client])
+        return self.path.aggregation.add(ClientUpdate(client, vectors[0], extra, weight, loss, examples))
+
+    def _close(self, outcome: DeployedRound, state: ServerState) -> RoundClosed:
+        model, sums = self.model, self.path.aggregation
+        self._begin(outcome.number, state)
+        sums.combine(alone)
+        moved = sums.moves_always or not outcome.failed
+        if moved:
+            mean, extra = sums.mean()
+            if self.rules.algorithm.whole_gradient:
+                self._trainer.step(model.base, mean)
+            else:
+                self._server.apply(model.base, mean, extra)
+        if self._schedule is not None:
+            self._schedule.step()
+        progress = RoundProgress(outcome.number, outcome.version + moved, self.seconds)
+        model.go_on(progress, None)
+        self.ledger.steps, self.ledger.samples = outcome.number, self.ledger.samples + sums.examples
+        loss = sums.loss if sums.updates else math.nan
+        score = self._score(outcome)
+        reached = self._report(score, loss, outcome.number - (self._validation is None))
+        self._keep(outcome.number)
+        self._record(outcome, sums.updates)
+        self.store.forget_updates(outcome.number)
+        self.shown(RoundRecord(outcome, loss, score))
+        return RoundClosed(moved, self.payload(), last=reached or bool(sums.exhausted))
+
+    def final(self, scores: Iterable[tuple[float, int]]) -> None:
+        """The last round is over: judge the final model by the clients' scores, and write it as a file."""
+        score = _mean(scores)
+        if self._validation is None and score is not None:
+            self._report(score, math.nan, self.ledger.steps)
+        self.flat.load(self.model.base)
+        save_model(self.flat.module, self.run / MODEL_FILE)
+
+    def _score(self, outcome: DeployedRound) -> float | None:
+        every = self._task.evaluate_every or 1
+        if self._validation is None:
+            return _mean(outcome.scores)
+        if outcome.number % every:
+            return None
+        self.flat.load(self.model.base)
+        return score_on(self._task, self.flat.module, self._validation)
+
+    def _report(self, score: float | None, loss: float, step: int) -> bool:
+        """Judge the score of the model after some round, and write it down; returns whether the target is reached."""
+        if score is None:
+            return False
+        reached = self.ledger.judge({SCORE: score}, self.seconds)
+        line: dict[str, Any] = {"step": step, "samples": self.ledger.samples, "seconds": self.seconds}
+        line |= {SCORE: score, **self.path.aggregation.figures()}
+        self._metrics.append(line if math.isnan(loss) else line | {"loss": loss})
+        return reached
+
+    def _keep(self, number: int) -> None:
+        state = {"model": self.model.state_dict(), "ledger": self.ledger.state_dict(), "seconds": self.seconds}
+        self.store.write_model(number, state)
+
+    def _record(self, outcome: DeployedRound, updates: int) -> None:
+        """Write the round down as a simulated one is."""
+        never, arrivals = math.inf, self._arrivals
+        times = tuple(
+            ClientTimes(client, outcome.started, never, never, arrivals.get(client, never)) for client in outcome.cohort
+        )
+        self._log.write(
+            RoundOutcome(
+                number=outcome.number,
+                version=self.model.progress.version,
+                cohort=outcome.cohort,
+                participants=tuple(Participant(client, outcome.version, 1.0) for client in outcome.participants),
+                late=outcome.late,
+                dropped=outcome.dropped,
+                started=outcome.started,
+                ended=outcome.ended,
+                times=times,
+                failed=outcome.failed,
+                bytes_down=len(outcome.cohort) * self.path.model_bytes,
+                bytes_up=updates * self.path.update_bytes,
+            ),
+            updates,
+            len(outcome.refused),
+        )
+
+
+def deployed_path(strategy: Combined, model: FlatModel, seed: int) -> UpdatePath:
+    """The path of updates as a server has it: noise comes from the system, as clients know the seed."""
+    path, terms = update_path(strategy, model, seed), rules_of(strategy).privacy_terms
+    return path if terms is None else replace(path, aggregation=PrivateMean(path.layout, terms, SystemNoise()))
+
+
+def score_on(task: Task, module: nn.Module, data: Any) -> float:
+    """A task's score of a model on some data."""
+    batches = loader_over(data, task.evaluate_batch, task.collate, shuffle=False)
+    with torch.no_grad():
+        module.eval()
+        return float(task.score(module, batches))
+
+
+def _closed_rounds(state: ServerState) -> int:
+    """How many rounds are closed."""
+    return state.number - (state.phase in ("gathering", "closing"))
+
+
+def _sizes(state: ServerState) -> Mapping[int, int]:
+    return {member.client: member.examples or 0 for member in state.members.values()}
+
+
+def _mean(scores: Iterable[tuple[float, int]]) -> float | None:
+    """The mean of clients' scores by examples; None without any."""
+    known = list(scores)
+    total = sum(count for _, count in known)
+    return sum(score * count for score, count in known) / total if total else None
+
+
+def _no_data(_any: Any) -> Any:
+    raise RunError("A federated server has no data to train on.")

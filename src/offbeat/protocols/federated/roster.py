@@ -1,0 +1,108 @@
+"""The clients of a federated deployment: who may join, under which number, and who is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from offbeat.protocols.federated.messages import Join
+from offbeat.protocols.machine import Name
+
+
+class Member(Struct):
+    """A client that has joined."""
+
+    client: int  # Its number, from 0.
+    label: str
+    examples: int | None = None  # None until its data is ready.
+    gone: bool = False  # Whether it said that it ends.
+
+
+class Roster:
+    """Clients by name, with the rules for joining.
+
+    Args:
+        members: Those that have joined; kept up to date in place.
+        clients: How many there may be.
+        enrolled: Names of those that may join, by number; None: anybody may.
+        patience: Seconds without a sign of life after which a client is absent.
+
+    """
+
+    def __init__(
+        self, members: dict[Name, Member], clients: int, enrolled: Sequence[Name] | None, patience: float
+    ) -> None:
+        self.members: Mapping[Name, Member] = members
+        self._members, self._clients, self._enrolled = members, clients, enrolled
+        self._names = {member.client: name for name, member in members.items()}
+        self._heard: dict[int, float] = {}
+        self.patience = patience
+
+    def why_not(self, name: Name, join: Join) -> str:
+        """Why a client may not join; empty if it may."""
+        fixed = self._fixed_number(name)
+        if fixed is not None:
+            return "" if join.client in (None, fixed) else f"it is client {fixed}, not {join.client}"
+        if self._enrolled is not None:
+            return "its key is not enrolled (on the server: offbeat keys allow SERVER.keys PUBLIC)"
+        if join.client is not None and not 0 <= join.client < self._clients:
+            return f"there is no client {join.client}: the {self._clients:,} clients are numbered from 0"
+        if join.client in self._names:
+            return f"client {join.client} is {self.label(join.client)}"
+        return f"all {self._clients:,} clients have joined" if len(self._members) >= self._clients else ""
+
+    def admit(self, name: Name, join: Join, now: float) -> int:
+        """Let a client join, or join again; returns its number."""
+        client = self._fixed_number(name)
+        if client is None:
+            free = (number for number in range(self._clients) if number not in self._names)
+            client = next(free) if join.client is None else join.client
+        before = self._members.get(name)
+        self._members[name] = Member(client, join.label, None if before is None else before.examples)
+        self._names[client] = name
+        self.hear(client, now)
+        return client
+
+    def hear(self, client: int, now: float) -> None:
+        """A client has given a sign of life."""
+        self._heard[client] = now
+
+    def hear_all(self, now: float) -> None:
+        """Assume that all clients are there, as after a restart of the server."""
+        self._heard = dict.fromkeys(self._names, now)
+
+    def present(self, now: float) -> list[Member]:
+        """Clients that are there and have their data ready."""
+        return [
+            member
+            for member in self._members.values()
+            if member.examples is not None
+            and not member.gone
+            and now - self._heard.get(member.client, -np.inf) < self.patience
+        ]
+
+    def sizes(self, now: float) -> NDArray[np.int64]:
+        """The examples of each client; 0 for those who are not there."""
+        sizes = np.zeros(self._clients, np.int64)
+        for member in self.present(now):
+            sizes[member.client] = member.examples or 0
+        return sizes
+
+    def name_of(self, client: int) -> Name:
+        """The name of a client that has joined."""
+        return self._names[client]
+
+    def label(self, client: int) -> str:
+        """What people call a client."""
+        return self._members[self._names[client]].label
+
+    def _fixed_number(self, name: Name) -> int | None:
+        """The number of a client that has joined before, or is enrolled."""
+        if name in self._members:
+            return self._members[name].client
+        if self._enrolled is not None and name in self._enrolled:
+            return self._enrolled.index(name)
+        return None

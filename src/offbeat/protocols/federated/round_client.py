@@ -1,0 +1,198 @@
+"""A client of a federated deployment as a machine: it joins, trains when it is asked to, and sends its update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from msgspec import Struct
+
+from offbeat.protocols.federated.messages import (
+    SERVER,
+    Abandon,
+    Activity,
+    Again,
+    Beat,
+    Conclude,
+    Failed,
+    Farewell,
+    Finish,
+    Goodbye,
+    Join,
+    KeepFinal,
+    Leave,
+    Noted,
+    Prepare,
+    Refused,
+    RoundTask,
+    Settled,
+    Train,
+    Trained,
+    Unknown,
+    Welcome,
+)
+from offbeat.protocols.machine import Done, Effect, Effects, Event, Name, Payload, Received, Timer
+
+FIRST_BEAT: Final = 0.5
+"""Seconds between attempts to join, and between farewells."""
+FAREWELLS: Final = 10
+"""How often a client says that it ends, if no answer comes."""
+
+
+class RoundClient:
+    """Takes part in the rounds of a server.
+
+    Args:
+        name: Of this participant.
+        join: What it says to join.
+        description: What its model and task are, for the server to compare.
+        patience: Seconds without a word from the server after which it gives up.
+
+    """
+
+    def __init__(self, name: Name, join: Join, description: Payload, patience: float) -> None:
+        self.name = name
+        self.phase: Literal["joining", "here", "leaving", "ended"] = "joining"
+        self.failure = ""
+        """Why it ended early; empty if it did not."""
+        self.welcome: Welcome | None = None
+        """What the server said when it joined."""
+        self.number = 0
+        """The round that it is working on, or worked on last."""
+        self.activity: Activity = "preparing"
+        self.examples = 0
+        self._join, self._description, self._patience = join, description, patience
+        self._beat = FIRST_BEAT
+        self._heard = 0.0
+        self._held: Trained | None = None  # Sent and not settled.
+        self._last_words: Failed | Goodbye | Leave | None = None
+        self._farewells = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.phase == "ended"
+
+    def begin(self, now: float) -> Sequence[Effect]:
+        """Ask to join."""
+        effects = Effects()
+        self._heard = now
+        effects.send(SERVER, self._join, self._description)
+        effects.timer(self._beat, "beat")
+        return effects.done
+
+    def on(self, event: Event, now: float) -> Sequence[Effect]:
+        """Handle an event."""
+        effects = Effects()
+        match event:
+            case Received(sender, message, payload) if sender == SERVER:
+                self._heard = now
+                self._received(effects, message, payload)
+            case Timer("beat"):
+                self._tick(effects, now)
+            case Done(("train", number), result) if number == self.number and self.activity == "working":
+                self._trained(effects, result)
+            case Done("final", Goodbye() as goodbye) if self.phase == "here":
+                self._end(effects, goodbye)
+            case Done("ready", int() as examples) if self.activity == "preparing":
+                self.activity, self.examples = "idle", examples
+                self._show(effects)
+            case Done("ready" | "final", Failed() as failed):
+                self._end(effects, failed)
+            case _:
+                pass
+        return effects.done
+
+    def leave(self) -> Sequence[Effect]:
+        """End before the last round."""
+        effects = Effects()
+        self._end(effects, Leave())
+        return effects.done
+
+    def _tick(self, effects: Effects, now: float) -> None:
+        """Give a sign of life, or give up."""
+        if now - self._heard > self._patience:
+            self.failure = f"there was no word from the server for {now - self._heard:.0f} s"
+            self.phase = "ended"
+        elif self.phase == "leaving":
+            self._farewells += 1
+            if self._farewells >= FAREWELLS or self._last_words is None:
+                self.phase = "ended"
+            else:
+                effects.send(SERVER, self._last_words)
+        elif self.phase == "joining":
+            effects.send(SERVER, self._join, self._description)
+        elif self.phase == "here":
+            effects.send(SERVER, Beat(self.number, self.activity, self.examples))
+        effects.timer(self._beat, "beat")
+
+    def _show(self, effects: Effects) -> None:
+        """Give a sign of life now."""
+        effects.send(SERVER, Beat(self.number, self.activity, self.examples))
+        effects.timer(self._beat, "beat")
+
+    def _received(self, effects: Effects, message: Struct, payload: Payload) -> None:
+        match message:
+            case Welcome() if self.phase == "joining":
+                self.phase, self._beat = "here", message.beat
+                if self.welcome is None:
+                    effects.start(Prepare(message))
+                elif message != self.welcome:
+                    words = f"the server is another one now: {message.strategy}, as client {message.client}"
+                    self._end(effects, Failed(0, words, ""))
+                    return
+                self.welcome = message
+                self._show(effects)
+            case Refused(why) if self.phase == "joining":
+                self.failure, self.phase = why, "ended"
+            case Unknown() if self.phase == "here":
+                self.phase, self._beat = "joining", FIRST_BEAT
+                effects.send(SERVER, self._join, self._description)
+                effects.timer(self._beat, "beat")
+            case RoundTask() if self.phase == "here":
+                self._begin_round(effects, message, payload)
+            case Again(number) if number == self.number and self._held is not None:
+                effects.send(SERVER, self._held.update, self._held.payload)
+            case Settled(_, "failed") | Farewell() if self.phase == "leaving":
+                self.phase = "ended"
+            case Settled(number) if number == self.number and self.activity in ("working", "sent"):
+                self._settled(effects, message)
+            case Finish() if self.phase == "here" and self.activity != "working":
+                effects.start(KeepFinal(message, payload))
+            case Noted() | _:
+                pass
+
+    def _begin_round(self, effects: Effects, task: RoundTask, model: Payload) -> None:
+        if task.number < self.number or (task.number == self.number and self.activity == "working"):
+            return
+        if task.number == self.number and self._held is not None:
+            effects.send(SERVER, self._held.update, self._held.payload)
+            return
+        if self.activity == "working":
+            effects.start(Abandon(self.number))
+        elif self.activity == "sent":
+            effects.start(Conclude(Settled(self.number, "accepted" if task.accepted == self.number else "late")))
+        self.number, self.activity, self._held = task.number, "working", None
+        self._show(effects)
+        effects.start(Train(task, model))
+
+    def _trained(self, effects: Effects, result: object) -> None:
+        if isinstance(result, Trained):
+            self.activity, self._held = "sent", result
+            effects.send(SERVER, result.update, result.payload)
+        elif isinstance(result, Failed):
+            self._end(effects, result)
+
+    def _settled(self, effects: Effects, settled: Settled) -> None:
+        if self.activity == "working":
+            effects.start(Abandon(self.number))
+        effects.start(Conclude(settled))
+        self.activity, self._held = "idle", None
+
+    def _end(self, effects: Effects, words: Failed | Goodbye | Leave) -> None:
+        """Say so until it is answered."""
+        if isinstance(words, Failed):
+            self.failure = words.error
+        self.phase, self._last_words, self._beat = "leaving", words, FIRST_BEAT
+        effects.send(SERVER, words)
+        effects.timer(self._beat, "beat")

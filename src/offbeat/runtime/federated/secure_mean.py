@@ -1,0 +1,201 @@
+"""The mean of updates by secure aggregation: each is encoded as real clients do, and only their sum is decoded."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from offbeat.errors import NonFiniteError, UsageError
+from offbeat.protocols.federated.plan import RoundPlan
+from offbeat.protocols.federated.secure.encoding import MODULUS, FixedPoint
+from offbeat.protocols.federated.secure.masks import Row
+from offbeat.protocols.federated.secure.plan import (
+    FEWEST_CLIENTS,
+    SecureRound,
+    lowest_threshold,
+    neighbourhoods,
+    short_of_holders,
+)
+from offbeat.protocols.federated.secure.traffic import client_traffic
+from offbeat.protocols.partition import mixed
+from offbeat.runtime.federated.aggregation import AddUp, Aggregation, ClientUpdate, Selected, UpdateLayout
+
+ROUNDING: Final = 0x5EC1  # Which of a seed's streams of random numbers this is.
+BOUND: Final = 8.0
+"""Largest magnitude of a number of an update; larger ones are clipped to it."""
+LOSS_BOUND: Final = 128.0
+"""Largest loss; larger ones count as much. It is scaled and summed as one more number of the update."""
+_COUNTS: Final = 3  # Updates, examples gone through, and clipped numbers.
+
+
+def check_survivors(plan: RoundPlan) -> None:
+    """Refuse rounds in which too few clients are selected, or too few would usually stay to the end."""
+    if plan.selected < FEWEST_CLIENTS:
+        raise UsageError(
+            f"secure=True needs {FEWEST_CLIENTS} clients in a round, and {plan.selected} are selected: of two, each "
+            f"would learn the other's update from the sum. Raise clients or fraction."
+        )
+    least = lowest_threshold(plan.selected)
+    if plan.needed < least:
+        raise UsageError(
+            f"over={plan.over:g} selects {plan.selected:,} clients, of which the first {plan.needed:,} count, and "
+            f"secure=True needs {least:,}, more than two thirds. Lower it."
+        )
+    staying = (1 - plan.dropout) * plan.selected
+    if staying < least:
+        raise UsageError(
+            f"dropout={plan.dropout:g} leaves {staying:,.3g} of {plan.selected:,} clients on average, and secure=True "
+            f"needs {least:,}, more than two thirds: most rounds would end without a sum. Lower it."
+        )
+
+
+class SecureMean(Aggregation):
+    """The mean by weight of encoded updates, whose integers are summed modulo 2^32.
+
+    In a simulation all workers add encoded updates without masks: these cancel, so that the sum has the same bits. In a
+    deployment clients `encode`, and the server hands over the unmasked sum with `receive`.
+    """
+
+    def __init__(self, layout: UpdateLayout, plan: RoundPlan, seed: int) -> None:
+        self._layout, self._plan, self._seed = layout, plan, seed
+        self._selected = Selected(0, (), ())
+        self._encoding = self._encoding_for(Selected(0, range(plan.selected), [1.0] * plan.selected))
+        self._row = torch.zeros(0, dtype=torch.int64)
+        self._sum: Row | None = None
+        self._came: tuple[int, ...] = ()
+        self._clipped = 0
+
+    @property
+    def encoding(self) -> FixedPoint:
+        """How this round's updates become integers."""
+        return self._encoding
+
+    @property
+    def clients(self) -> tuple[int, ...]:
+        """Whose updates are in the sum."""
+        return self._came
+
+    def message_bytes(self, down: int, up: int) -> tuple[int, int]:
+        """What a client sends and gets instead, in a round of the usual size in which all stay."""
+        del up
+        count = max(FEWEST_CLIENTS, self._plan.selected)
+        clients: list[int] = np.linspace(0, self._plan.clients - 1, count).astype(np.int64).tolist()
+        plan = SecureRound.of(bytes(32), self._encoding_for(Selected(0, clients, [1.0] * count)), count)
+        # That of a client in the middle, as numbers take more bytes the larger they are.
+        middle = count // 2
+        around = [clients[(middle + offset) % count] for offset in range(1, plan.degree + 1)]
+        traffic = client_traffic(plan, clients[middle], around)
+        return down + traffic.down, traffic.up
+
+    def begin(self, selected: Selected) -> None:
+        """Start from 0, with room for all selected clients."""
+        self._selected, self._encoding = selected, self._encoding_for(selected)
+        self._row = torch.zeros(self._encoding.words + _COUNTS + len(selected.clients), dtype=torch.int64)
+        self._sum, self._came = None, ()
+
+    def encode(self, sent: ClientUpdate) -> Row:
+        """An update as integers, with the client's loss as one more number; refused if it has NaN."""
+        return self._encode(_numbers(sent), sent)
+
+    def _encode(self, numbers: NDArray[np.float64], sent: ClientUpdate) -> Row:
+        seed = mixed(self._seed, ROUNDING, self._selected.number, sent.client)
+        return self._encoding.encode(numbers, round(sent.weight), seed)
+
+    def add(self, sent: ClientUpdate) -> bool:
+        """Add an encoded update."""
+        numbers = _numbers(sent)
+        try:
+            row = self._encode(numbers, sent)
+        except NonFiniteError:
+            return False
+        words = self._encoding.words
+        # As numbers with sign: modulo 2^32 it is the same.
+        self._row[:words] += torch.from_numpy(row.view(np.int32))
+        self._row[words : words + _COUNTS] += torch.tensor([1, sent.examples, self._encoding.clipped(numbers)])
+        self._row[words + _COUNTS + self._selected.clients.index(sent.client)] += 1
+        return True
+
+    def combine(self, add_up: AddUp) -> None:
+        """One sum of integers."""
+        add_up(self._row, "the sum of encoded updates")
+        words = self._encoding.words
+        flags: list[int] = self._row[words + _COUNTS :].tolist()
+        came = tuple(client for client, flag in zip(self._selected.clients, flags, strict=True) if flag)
+        total = np.remainder(self._row[:words].numpy(), MODULUS).astype(np.uint32)
+        self.receive(total, came)
+        self._clipped += int(self._row[words + 2])
+
+    def receive(self, total: Row, clients: Sequence[int]) -> None:
+        """Take the unmasked sum of these clients' encoded updates."""
+        self._sum, self._came = total, tuple(clients)
+
+    def mean(self) -> tuple[Tensor, Tensor | None]:
+        """The mean update."""
+        mean = torch.from_numpy(self._decoded()[0][:-1])
+        return mean.to(self._layout.dtype), None
+
+    @property
+    def updates(self) -> int:
+        """Updates in the sum."""
+        return len(self._came)
+
+    @property
+    def examples(self) -> int:
+        """Examples that their clients went through; received from elsewhere, those that they have."""
+        words = self._encoding.words
+        counted = int(self._row[words + 1]) if len(self._row) else 0
+        return counted or (self._decoded()[1] if self._came else 0)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the clients, by weight; NaN without any."""
+        return float(self._decoded()[0][-1]) * LOSS_BOUND / BOUND if self._came else math.nan
+
+    @property
+    def failure(self) -> str:
+        """Why the server could not take the masks off; empty: it could."""
+        clients = sorted(self._selected.clients)
+        if len(clients) < FEWEST_CLIENTS:
+            return f"{len(clients)} clients are too few for secure aggregation, which needs {FEWEST_CLIENTS}"
+        number = self._selected.number.to_bytes(8, "big") + self._seed.to_bytes(8, "big", signed=True)
+        plan = SecureRound.of(hashlib.sha256(number).digest(), self._encoding, len(clients))
+        if self.updates < plan.fewest:
+            return f"{self.updates} of {len(clients)} clients sent a masked update, and {plan.fewest} are needed"
+        return short_of_holders(neighbourhoods(clients, plan.degree, plan.id), set(self._came), plan.threshold)
+
+    def notes(self) -> dict[str, Any]:
+        """How many numbers of updates were clipped."""
+        return {"clipped": self._clipped}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is counted."""
+        return {"clipped": self._clipped}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue counting."""
+        self._clipped = int(state["clipped"])
+
+    def _decoded(self) -> tuple[NDArray[np.float64], int]:
+        if self._sum is None:
+            raise RuntimeError("a sum is decoded before it is there: call combine() or receive() first.")
+        return self._encoding.decode(self._sum)
+
+    def _encoding_for(self, selected: Selected) -> FixedPoint:
+        most = math.ceil(max(selected.weights, default=1.0))
+        # One more number, for the loss.
+        length, clients = self._layout.size + 1, max(1, len(selected.clients))
+        return FixedPoint(length=length, clients=clients, bound=BOUND, examples=max(1, most))
+
+
+def _numbers(sent: ClientUpdate) -> NDArray[np.float64]:
+    """The update and the loss, of which one that is not finite counts as 0."""
+    loss = min(sent.loss, LOSS_BOUND) if math.isfinite(sent.loss) else 0.0
+    update = sent.update.detach().cpu().numpy()
+    return np.append(update, loss * BOUND / LOSS_BOUND).astype(np.float64)

@@ -1,0 +1,73 @@
+"""Updates that a client compresses before it sends them, with error feedback in the client's state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from offbeat.errors import UsageError
+from offbeat.protocols.partition import mixed
+from offbeat.runtime.compression import Feedback
+from offbeat.runtime.federated.aggregation import UpdateFilter, UpdateLayout
+from offbeat.runtime.federated.client_state import ClientState
+from offbeat.runtime.federated.exact_sum import ExactSum
+from offbeat.strategies.compressors import Compressing, compressor
+
+OWED: Final = "owed"
+"""The name, in a client's state, of what it has not sent yet."""
+_STREAM: Final = 0xC0431  # Which of a seed's streams of random numbers this is.
+
+
+class CompressFilter(UpdateFilter):
+    """Encodes the parameters of an update, and decodes them as the server does; buffers stay as they are.
+
+    Random numbers follow from seed, round and client. What all clients of a round must draw alike, such as the places
+    of `randomk`, follows from seed and round.
+    """
+
+    def __init__(self, compressions: Sequence[Compressing], layout: UpdateLayout, seed: int) -> None:
+        self._compressions, self._layout, self._seed = tuple(compressions), layout, seed
+        self._dtype = layout.dtype if layout.dtype in (torch.float32, torch.float64) else torch.float32
+        self.keeps_state = compressions[0].owes
+        self._payload_bytes = self._coder(0, 0).encode(torch.zeros(layout.trainable, dtype=self._dtype)).numel()
+
+    def apply(self, update: Tensor, client: int, number: int, state: ClientState | None) -> Tensor:
+        """The update as the server decodes it."""
+        if ExactSum.fits(update):  # What cannot be summed is refused by the server, and must not spoil the feedback.
+            self.decode(self.encode(update, client, number, state), client, number, update)
+        return update
+
+    def encode(self, update: Tensor, client: int, number: int, state: ClientState | None) -> Tensor:
+        """The bytes that stand for the parameters; what they leave out is kept in the state."""
+        coder, row = self._coder(client, number), update[: self._layout.trainable].to(self._dtype)
+        if not coder.on:
+            return coder.encode(row)
+        if state is None:
+            raise UsageError(
+                f"{self._compressions[0]} needs a place where client {client} keeps what it has not sent yet. Give "
+                f"the run a folder, or say feedback=False."
+            )
+        if OWED in state.tensors:
+            coder.owed = state.tensors[OWED].clone()
+        payload = coder.encode(row)
+        state.tensors[OWED] = coder.owing(row)
+        return payload
+
+    def decode(self, payload: Tensor, client: int, number: int, update: Tensor) -> None:
+        """Replace the parameters of an update by those that a payload stands for."""
+        values = torch.empty(self._layout.trainable, dtype=self._dtype)
+        self._coder(client, number).coder.put(payload, values)
+        update[: self._layout.trainable].copy_(values)
+
+    def update_bytes(self, size: int, nbytes: int) -> int:
+        """The payload, and buffers."""
+        del size
+        return self._payload_bytes + nbytes - self._layout.trainable * self._layout.dtype.itemsize
+
+    def _coder(self, client: int, number: int) -> Feedback:
+        return compressor(
+            self._compressions, [(self._layout.trainable,)], mixed(self._seed, _STREAM, number), rank=client
+        )

@@ -1,0 +1,180 @@
+"""Servers and clients of federated deployments as real processes, which tests can kill and stop one by one."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from conftest import wait_until
+from offbeat.cli.commands.federated import ServerProgress
+from offbeat.federated import client, client_work, join, serve
+from offbeat.federated.server import resume
+from offbeat.federated.store import FOLDER
+from offbeat.protocols.federated.round_server import ServerState
+from offbeat.protocols.machine import Payload
+from offbeat.task import TaskReference
+
+SILENCE = 3.0
+
+
+def _child(log: str, result: str, act: str, words: dict[str, Any]) -> None:
+    """The body of a process: its output goes to a file, and its result to another."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = sys.stderr = os.fdopen(descriptor, "w", buffering=1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        task, fault = words.pop("task", None), words.pop("fault", "")
+        if task is not None:
+            words["task"] = TaskReference(**task).build()
+            break_client(words["task"], fault)
+        if act == "join":
+            done = join(**words, report=lambda line: print(line, flush=True)).plain()
+        else:
+            done = (serve if act == "serve" else resume)(**words, watcher=ServerProgress(quiet=False)).plain()
+    except BaseException:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+    Path(result).write_text(json.dumps(done))
+
+
+def break_client(task: Any, fault: str) -> None:
+    """Make this process a faulty client: it raises, computes NaN, is slow, or lies about its update's size."""
+    honest, batches = task.loss, [0]
+
+    def loss(model: Any, batch: Any) -> Any:
+        batches[0] += 1
+        if fault == "raise" and batches[0] > 1:
+            raise ValueError("the disk of this clinic is full")
+        if fault == "slow":
+            time.sleep(0.15)
+        return honest(model, batch) * (float("nan") if fault == "nan" else 1.0)
+
+    task.loss = loss
+    size = {"shape": 8, "huge": 40 * 2**20}.get(fault)
+    if size is not None:
+        client.LARGEST = 2**30
+        client_work.packed = lambda _vectors: Payload(size, np.zeros(size, np.uint8))
+
+
+def _forking() -> Any:
+    """Starts processes by forking one that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["federation", "federated_tasks", "torch._dynamo"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # Preloading looks there only.
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
+class RunningProcess:
+    """A process, its output and its result."""
+
+    def __init__(self, folder: Path, name: str, act: str, words: dict[str, Any]) -> None:
+        self.log = folder / f"{name}.log"
+        self._result = folder / f"{name}.json"
+        context = _forking()
+        arguments = (str(self.log), str(self._result), act, words)
+        self.process: BaseProcess = context.Process(target=_child, args=arguments, daemon=True)
+        self.process.start()
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def send(self, number: int) -> None:
+        if self.process.pid is not None:
+            os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
+        self.process.join(30)
+
+    def result(self, seconds: float = 90.0) -> dict[str, Any]:
+        """Its result, once it has ended."""
+        self.process.join(seconds)
+        assert self.process.exitcode == 0, self.output
+        return json.loads(self._result.read_text())
+
+    def fails(self, seconds: float = 90.0) -> str:
+        """Its output, once it has ended with an error."""
+        self.process.join(seconds)
+        assert self.process.exitcode not in (0, None), self.output
+        return self.output
+
+
+class Deployment:
+    """A server and its clients in one folder."""
+
+    def __init__(self, folder: Path, task: str = "Owners", **arguments: Any) -> None:
+        self.folder = folder
+        self.task = {"source": "federated_tasks", "name": task, "arguments": arguments}
+        self.processes: list[RunningProcess] = []
+        self.address = ""
+
+    def _start(self, name: str, act: str, words: dict[str, Any]) -> RunningProcess:
+        running = RunningProcess(self.folder, f"{len(self.processes)}-{name}", act, words)
+        self.processes.append(running)
+        return running
+
+    def serve(self, strategy: str, **words: Any) -> RunningProcess:
+        """Start a server, and wait until it listens."""
+        words = {"silence": SILENCE, "timeout": 60.0, "out": str(self.folder / "runs"), **words}
+        server = self._start("server", "serve", {"task": self.task, "strategy": strategy, **words})
+        return self._listening(server)
+
+    def resume(self) -> RunningProcess:
+        """Start a server that goes on where the last one was."""
+        return self._listening(self._start("server", "resume", {"run": str(self.run)}))
+
+    def _listening(self, server: RunningProcess) -> RunningProcess:
+        wait_until(lambda: "listening at" in server.output or not server.process.is_alive(), "the server")
+        assert "listening at" in server.output, server.output
+        self.address = server.output.split("listening at ")[1].split()[0]
+        return server
+
+    def join(self, part: int, **words: Any) -> RunningProcess:
+        """Start a client."""
+        task = {**self.task, "arguments": {**self.task["arguments"], **words.pop("arguments", {})}}
+        words = {"address": self.address, "task": task, "part": part, "timeout": 60.0, **words}
+        return self._start(f"client-{part}", "join", {"out": str(self.folder / "kept"), **words})
+
+    @property
+    def run(self) -> Path:
+        return (self.folder / "runs" / "latest").resolve()
+
+    def state(self) -> ServerState:
+        """What the server has on disk."""
+        path = self.run / FOLDER / "state.json"
+        return msgspec.json.decode(path.read_bytes(), type=ServerState) if path.exists() else ServerState()
+
+    def wait_for(self, condition: Callable[[ServerState], bool], what: str) -> None:
+        wait_until(lambda: condition(self.state()), what)
+
+    def close(self) -> None:
+        """End whatever is left."""
+        for running in self.processes:
+            if running.process.is_alive():
+                running.send(signal.SIGCONT)
+                running.kill()
+            running.process.join(30)
