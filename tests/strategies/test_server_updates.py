@@ -65,8 +65,8 @@ def test_a_function_a_file_and_a_text_are_the_same_update(tmp_path: Path) -> Non
     text = "lambda w, g, s: (w - lr * g / sqrt(s + 1e-10), s + g * g)"
     from_text = Server(update=text)  # type: ignore[arg-type]
     assert parse(f"server(update={file})") == from_text == parse(f"server(update={text})")
-    traced = Server(update=lambda w, g, s, lr: (w - lr * g / (s + 1e-10) ** 0.5, s + g * g))
-    assert str(traced) == "server(update=lambda w, g, s, lr: (w - lr * g / (s + 1e-10) ** 0.5, s + g * g))"
+    traced = Server(update=lambda w, g, s, lr: (w - lr * g / torch.sqrt(s + 1e-10), s + g * g))
+    assert str(traced) == "server(update=lambda w, g, s, lr: (w - lr * g / sqrt(s + 1e-10), s + g * g))"
     assert parse(str(traced)) == traced
     assert traced.program is not None
     assert from_text.program is not None
@@ -99,7 +99,7 @@ def test_updates_can_be_swept() -> None:
         ("server(update=nowhere.lam)", "cannot be read"),
         ("server(shards=2, update=clipped_sgd)", "looks at the whole vector"),
         ("server(consistency=asp, staleness_scaling=True, update=sgd)", "the update says what is done"),
-        ("server(update=lambda w, g: " + "+".join(f"sqrt(w+{n})" for n in range(300)) + ")", "operations per element"),
+        ("server(update=lambda w, g: " + "+".join(f"sqrt(w+{n})" for n in range(150)) + ")", "operations per element"),
     ],
 )
 def test_an_update_that_cannot_be_is_refused_before_a_process_starts(text: str, words: str) -> None:
