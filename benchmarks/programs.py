@@ -5,7 +5,8 @@ that of delay-compensated ASGD at most 1.2 times torch by hand, in place and wit
 
 Torch has a fused kernel for Adagrad and Adam, which the compiled programs call where their plan is that optimizer's.
 Without a bar, but measured as well: the same programs run instruction by instruction, as programs are that torch has no
-kernel for; and with results that are checked to be finite before any vector is replaced. Results are checked against
+kernel for; and with results that are proved to be finite before any vector is replaced, by bounds of all vectors or by
+bounds that are kept from step to step. Results are checked against
 torch's before anything is timed. All variants are measured in turn in every block, in an order that rotates; torch's
 optimizers a second time show the noise floor.
 """
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from offbeat.bench import environment, holds, ratio
+from offbeat.protocols.programs.bounds import Interval
 from offbeat.protocols.programs.library import recipe_program
 from offbeat.protocols.programs.plan import plan_of
 from offbeat.runtime.programs.compile import CompiledProgram, compiled
@@ -61,7 +63,7 @@ def by_hand(start: Tensor, gradient: Tensor, read: Tensor) -> tuple[Act, Tensor]
 
 
 def program_step(
-    name: str, start: Tensor, gradient: Tensor, read: Tensor, kernel: bool, check: bool
+    name: str, start: Tensor, gradient: Tensor, read: Tensor, kernel: bool, check: bool, kept: bool = False
 ) -> tuple[Act, Tensor]:
     """A step of a compiled program of the library, and its parameters."""
     program = recipe_program(name)
@@ -71,11 +73,12 @@ def program_step(
     vectors = [start.clone(), gradient, *(torch.zeros_like(start) for _ in program.states)]
     vectors += [read] if program.uses_read else []
     step = 0
+    bounds: dict[int, Interval] = {}
 
     def act() -> None:
         nonlocal step
         step += 1
-        ours.run(vectors, {"lr": LR, "step": step}, check=check)
+        ours.run(vectors, {"lr": LR, "step": step}, check=check, bounds=bounds if kept else None)
 
     return act, vectors[0]
 
@@ -92,6 +95,7 @@ def variants(count: int) -> dict[str, tuple[Act, Tensor]]:
     for name in (*OPTIMIZERS, "delay_compensated"):
         steps[name] = program_step(name, start, gradient, read, kernel=True, check=False)
         steps[f"{name} checked"] = program_step(name, start, gradient, read, kernel=True, check=True)
+        steps[f"{name} checked by kept bounds"] = program_step(name, start, gradient, read, True, True, kept=True)
         if name in OPTIMIZERS:
             steps[f"{name} without kernel"] = program_step(name, start, gradient, read, kernel=False, check=False)
     return steps
@@ -159,9 +163,10 @@ def main() -> None:
         f"{name} / {peer}": ratio(times[name], times[peer]).plain()
         for own in OPTIMIZERS
         for peer in (f"torch {own}",)
-        for name in (f"{own} without kernel", f"{own} checked", f"torch {own} again")
+        for name in (f"{own} without kernel", f"{own} checked", f"{own} checked by kept bounds", f"torch {own} again")
     }
-    others[f"delay_compensated checked / {BY_HAND}"] = ratio(times["delay_compensated checked"], times[BY_HAND]).plain()
+    for name in ("delay_compensated checked", "delay_compensated checked by kept bounds"):
+        others[f"{name} / {BY_HAND}"] = ratio(times[name], times[BY_HAND]).plain()
     for name, found in others.items():
         print(f"       {name}: {found['median']:.3f} [{found['low']:.3f}, {found['high']:.3f}]")
     stored = {

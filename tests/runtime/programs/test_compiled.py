@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from offbeat.errors import NonFiniteError, ProgramError
-from offbeat.protocols.programs.library import recipe_program
+from offbeat.protocols.programs.library import RECIPES, recipe_program
 from offbeat.protocols.programs.plan import plan_of
 from offbeat.protocols.programs.program import Program
 from offbeat.runtime.programs import compile as compiling
@@ -152,6 +152,65 @@ def test_results_that_are_not_finite_are_refused_and_change_nothing(body: str, w
     with pytest.raises((NonFiniteError, ProgramError), match=words):
         compiled(Program.parse(rf"\w g s. {body}")).run([w, g, s], {"lr": 0.1, "step": float("nan")}, out)
     assert all(map(torch.equal, (w, g, s), before))
+
+
+SPREADS = [(1.0,), (0.0,), (1e-40, 1.0), (1e37, 1.0), (1e18, 1e-18), (1e30,), (0.0, 1e-44, 3e38)]
+
+
+@pytest.mark.parametrize("body", [body for body, _ in EVERY_OPERATION])
+def test_what_bounds_prove_to_be_finite_is_finite_and_within_them(body: str) -> None:
+    program = without_kernel(Program.parse(rf"\w g. {body}"))
+    last = program.plan.passes[-1]
+    proved = 0
+    for spread in SPREADS:
+        random = torch.Generator().manual_seed(1)
+        scale = torch.tensor(spread).repeat(LENGTH)[:LENGTH]
+        w, g = (torch.randn(LENGTH, generator=random).clamp(-1, 1) * scale for _ in range(2))
+        bounds: dict[int, tuple[float, float]] = {}
+        try:
+            known = program._known({}, LENGTH)  # pyright: ignore[reportPrivateUsage]
+            for part in program.plan.passes[:-1]:
+                program._reduce(part, [w, g], known)  # pyright: ignore[reportPrivateUsage]
+            program._compute_scalars(last, known)  # pyright: ignore[reportPrivateUsage]
+        except NonFiniteError:
+            continue
+        if program._proved([w, g], known, bounds):  # pyright: ignore[reportPrivateUsage]
+            proved += 1
+            program.run([w, g], {}, check=False)
+            assert bool(torch.isfinite(w).all())
+            assert bounds[0][0] <= float(w.min()) <= float(w.max()) <= bounds[0][1]
+    assert proved or "log" in body or "**" in body
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_kept_bounds_prove_the_library_finite_without_computing_it_twice(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = without_kernel(recipe_program(name))
+    checks: list[bool] = []
+    run_pass = program._run_pass  # pyright: ignore[reportPrivateUsage]
+
+    def observed(*arguments: Any, check: bool) -> Any:
+        checks.append(check)
+        return run_pass(*arguments, check=check)
+
+    monkeypatch.setattr(program, "_run_pass", observed)
+    w, *others = vectors(len(program.plan.vectors) - 1, torch.float32)
+    states = [torch.zeros_like(w) for _ in program.plan.outputs[1:]]
+    bounds: dict[int, tuple[float, float]] = {}
+    for step in range(1, 20):
+        (gradient,) = vectors(1, torch.float32, seed=step)
+        read = others[-1:] if "read" in program.plan.vectors else []
+        program.run([w, gradient, *states, *read], {"lr": 0.1, "step": step}, bounds=bounds)
+        for output, vector in zip(program.plan.outputs, (w, *states), strict=True):
+            assert bounds[output][0] <= float(vector.min()) <= float(vector.max()) <= bounds[output][1]
+    assert not any(checks)
+    (gradient,) = vectors(1, torch.float32)
+    gradient[3] = float("nan")
+    before = w.clone()
+    with pytest.raises(NonFiniteError):
+        program.run([w, gradient, *states, *read], {"lr": 0.1, "step": 20}, bounds=bounds)
+    assert torch.equal(w, before)
 
 
 def test_sums_that_overflow_over_finite_numbers_are_not_mistaken_for_infinity() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from offbeat.errors import NonFiniteError, ProgramError
+from offbeat.protocols.programs.bounds import Interval, NumberType, bounds_of
 from offbeat.protocols.programs.graph import compute
 from offbeat.protocols.programs.plan import ChunkPlace, Instruction, Pass, Plan, plan_of
 from offbeat.protocols.programs.program import Program
@@ -82,6 +83,7 @@ class CompiledProgram:
         scalars: Mapping[str, float],
         out: Sequence[Tensor] | None = None,
         check: bool = True,
+        bounds: dict[int, Interval] | None = None,
     ) -> None:
         """Replace the parameters and states by the program's results.
 
@@ -90,7 +92,10 @@ class CompiledProgram:
             scalars: The plan's scalars by name.
             out: Where the new parameters and states go, in order; by default into the vectors they replace.
             check: Refuse results that are not finite, with NonFiniteError, before any vector is replaced. In place
-                this computes everything twice; with `out` it is cheap, and the vectors stay as they were.
+                the smallest and largest number of each vector prove it for most programs; where they do not, all is
+                computed twice. With `out` the results are read once more, and the vectors stay as they were.
+            bounds: Where to keep bounds of the parameters and states, by vector, from one call to the next, so that
+                only the gradient is looked at. Forget them (`bounds.clear()`) when vectors change otherwise.
 
         """
         self._check_vectors(vectors, out)
@@ -101,11 +106,30 @@ class CompiledProgram:
                 self._reduce(part, vectors, known)
             last = self.plan.passes[-1]
             self._compute_scalars(last, known)
-            if check and out is None:
+            if check and out is None and not self._proved(vectors, known, {} if bounds is None else bounds):
                 self._run_pass(last, vectors, None, known, check=True)
             if self.kernel is not None and self._run_kernel(vectors, targets, known, check and out is not None):
                 return
             self._run_pass(last, vectors, targets, known, check=check and out is not None)
+
+    def _proved(self, vectors: Sequence[Tensor], known: Mapping[int, float], bounds: dict[int, Interval]) -> bool:
+        """Whether results are finite, by bounds of the vectors: kept ones or, where those do not do, measured."""
+        if len(vectors[0]) == 0:
+            return True
+        limits = torch.finfo(vectors[0].dtype)
+        numbers = NumberType(limits.max, limits.tiny, limits.eps)
+        kept = dict(bounds)
+        for known_bounds in (kept, {}) if kept else ({},):
+            held = [
+                known_bounds.get(number) or _measured(vector) if number in self.plan.outputs else _measured(vector)
+                for number, vector in enumerate(vectors)
+            ]
+            results = bounds_of(self.plan, held, known, numbers)
+            if results is not None:
+                bounds.update(results)
+                return True
+        bounds.clear()
+        return False
 
     def _check_vectors(self, vectors: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
         names = self.plan.vectors
@@ -215,6 +239,12 @@ class CompiledProgram:
         if not math.isfinite(float(vector.sum())) and not bool(torch.isfinite(vector).all()):
             what = "new parameters" if output == 0 else f"new state {self.plan.vectors[output]!r}"
             raise NonFiniteError(f"The program's {what} would not be finite: NaN or infinite. The push is refused.")
+
+
+def _measured(vector: Tensor) -> Interval:
+    """The smallest and the largest number of a vector; NaN if it has one."""
+    low, high = torch.aminmax(vector)
+    return float(low), float(high)
 
 
 def _key(place: ChunkPlace) -> tuple[str, int]:
