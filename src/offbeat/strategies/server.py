@@ -205,9 +205,9 @@ class ServerWorker(SnapshotPushWorker):
         self._totals: ServerTotals | None = None
 
     def begin(self) -> None:
-        """Put the parameters on the servers; with an update, this worker's own steps are made by it, too."""
+        """Put the parameters on the servers; with an update, steps between two reads are made by it, too."""
         super().begin()
-        if self.update is not None and self.driver is not None and not self.link.rule.aggregated:
+        if self.update is not None and self.driver is not None and self.link.rule.bound:
             self._own_updates = OwnUpdates(self.driver.row, self.recipes)
 
     @property
@@ -235,17 +235,18 @@ class ServerWorker(SnapshotPushWorker):
         exchange = driver.rhythm.computed(link.clock)
         # What servers will refuse is not an update here either.
         steps_here = exchange.own_step and slot is not None and finite(queue.slots[slot])
+        if self._own_updates is not None and slot is not None:
+            # Also before a read, which replaces the values, so that the states miss no gradient of this worker.
+            workers = len(self.group.membership.members)
+            self._own_updates.step(queue.slots[slot], queue.absent[slot], queue.settings(), workers)
         # With one worker its mean is the step's: multiplying and dividing by the weight would only round it.
         weighed = link.rule.aggregated and self.group.size > 1
         driver.perform(exchange.actions, lambda: slot, max(self.examples, 1e-9) if weighed else 1.0)
-        if not steps_here:
+        if not steps_here or self._own_updates is not None:
             return StepHere()
         # Read-my-writes: until values are pulled again, this worker's own updates are made here too.
-        optimizer, workers = cast("Optimizer", self.optimizer), len(self.group.membership.members)
-        if self._own_updates is not None and slot is not None:
-            self._own_updates.step(queue.slots[slot], queue.absent[slot], queue.settings(), workers)
-            return StepHere()
-        return StepHere(own=True, afterwards=scale_rates(optimizer, 1 / workers))
+        optimizer = cast("Optimizer", self.optimizer)
+        return StepHere(own=True, afterwards=scale_rates(optimizer, 1 / len(self.group.membership.members)))
 
     def own_state(self, driver: ServerDriver) -> dict[str, Any]:
         """Also the states of its own steps."""

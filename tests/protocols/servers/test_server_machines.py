@@ -20,7 +20,7 @@ from server_mutants import (
     TakesWhateverComesAsNext,
     WakesOnlyTheExactMinimum,
 )
-from server_worlds import Gradient, Setting, Store, World, add_faults, random_world
+from server_worlds import CALM, Gradient, Setting, Store, World, add_faults, random_world
 
 from offbeat.protocols.machine import Done, Effect, Ended, Name, Payload, Received, Send, Start, Timer
 from offbeat.protocols.servers.consistency import Rule
@@ -46,6 +46,7 @@ from offbeat.protocols.servers.messages import (
     Viewed,
 )
 from offbeat.protocols.servers.replica.server import ServerMachine
+from offbeat.protocols.servers.replica.works import Update
 from offbeat.protocols.servers.worker.client import ClientMachine
 from offbeat.protocols.servers.worker.notices import Completed, Departed, Failed, PullRequest, PushedRange, PushRequest
 from offbeat.simulate.machines import Kill, LossyNetwork, Partition, Restart, Stop
@@ -463,6 +464,45 @@ def test_a_cut_off_primary_and_its_worker_acknowledge_nothing_between_them():
     world = World(Setting(workers=3, rule=Rule(None), steps=30), faults=faults).run().check()
     assert world.coordinator.view.primaries[0] == B
     assert world.starts[0, 1] >= 0
+
+
+class FailsAtTimes(Store):
+    """A store whose third update, and every sixth after it, changes nothing."""
+
+    def perform(self, work: Any) -> Any:
+        if isinstance(work, Update) and work.version % 6 == 3:
+            self.total = 0.0
+            return "inf"
+        return super().perform(work)
+
+
+@pytest.mark.parametrize("rule", [Rule(0, proves=True), Rule(None, proves=True)], ids=str)
+def test_an_update_that_fails_is_answered_and_counted_as_refused_by_every_replica(rule: Rule) -> None:
+    hand = Hand(1, rule)
+    hand.stores = {name: FailsAtTimes() for name in hand.stores}
+    workers = (0, 1) if rule.aggregated else (0,)
+    for number in range(4):
+        for worker in workers:
+            hand.push(P, number, worker)
+        hand.deliver(Replicate)
+        hand.deliver(Replicated)
+    statuses = [status for _, number, status in hand.replies() if number == 2]
+    assert statuses[-1] == "refused", "the push that completes the update"
+    for server in hand.servers.values():
+        assert server.shard.counts["refused"] == len(workers)
+        assert server.shard.counts["applied"] == 3 * len(workers)
+        assert {(refusal.worker, refusal.step) for refusal in server.admission.refusals} == {(w, 2) for w in workers}
+    first, second = hand.stores.values()
+    assert first.value == second.value
+
+
+@pytest.mark.parametrize("rule", [Rule(0, proves=True), Rule(2, proves=True), Rule(None, proves=True)], ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_answers_that_wait_for_their_update_survive_random_faults(seed: int, rule: Rule) -> None:
+    network = LossyNetwork(delay=0.02, jitter=0.02, loss=0.03, duplicate=0.1, until=CALM)
+    world = World(Setting(workers=3, replicas=1, rule=rule, steps=8), seed, network)
+    add_faults(world, Random(seed))
+    world.run().check()
 
 
 def test_an_unfit_push_is_refused_and_the_run_goes_on():

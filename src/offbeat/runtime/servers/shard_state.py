@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,21 +23,19 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from offbeat.errors import ProgramError, RunError
+from offbeat.errors import RunError
 from offbeat.protocols.colouring import Keep, Record, Write
 from offbeat.protocols.machine import Done, Payload
 from offbeat.protocols.servers.messages import Push, Settings
 from offbeat.protocols.servers.replica import works
 from offbeat.runtime.collectives.one_sided.segment import Segment
 from offbeat.runtime.compression import Coder, build
-from offbeat.runtime.gradients.optimizers import ELEMENT_WISE
 from offbeat.runtime.messages import Inbox
-from offbeat.runtime.servers.program_optimizer import accepted, looks_at_whole
-from offbeat.runtime.servers.updater import ADD, PROGRAM, GradientSum, Recipe, Updater
+from offbeat.runtime.servers.state_inspection import KINDS, extras_of, why_unusable
+from offbeat.runtime.servers.updater import GradientSum, Recipe, Updater
 from offbeat.runtime.state.snapshots import Kept, draft_of, write_shard
 from offbeat.runtime.state.tensor_tree import put_together, take_apart
 
-KINDS: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}  # Data types that servers hold.
 _KEPT = "kept at version "
 _Lending = Callable[[Segment], None]
 
@@ -153,7 +151,7 @@ class Numbers:
 
     def _restore(self, state: NDArray[np.uint8], version: int) -> None:
         raw = state.tobytes()
-        tensors, extra = load_tensors(raw), json.loads(_header(state)["__metadata__"]["said"])
+        tensors, extra = load_tensors(raw), extras_of(state)
         del raw  # It may be gigabytes.
         if extra["recipe"] is None:
             return  # The state of an empty shard.
@@ -175,55 +173,6 @@ class Numbers:
             coder = build(form, seed=recipe.seed, inner=coder)
         self._values, self._sum = shared.numpy(), GradientSum(torch.zeros_like(shared).numpy(), coder)
         return Updater(recipe, self._values, self._sum)
-
-
-def _header(state: NDArray[np.uint8]) -> dict[str, Any]:
-    """The header of the safetensors format."""
-    return json.loads(state[8 : 8 + int.from_bytes(state[:8].tobytes(), "little")].tobytes())
-
-
-def why_unusable(state: NDArray[np.uint8] | None) -> str:
-    """Why a server cannot hold this state; empty if it can. Only its header is read."""
-    try:
-        header = {} if state is None else _header(state)
-        plain = json.loads(header["__metadata__"]["said"])["recipe"]
-        if plain is None:
-            return ""
-        recipe = msgspec.convert(plain, Recipe)
-        if recipe.kind not in KINDS or header["values"]["dtype"] != {"float32": "F32", "float64": "F64"}[recipe.kind]:
-            return f"the state says that its values are {recipe.kind}, and has {header['values']['dtype']}"
-        if recipe.optimizer != PROGRAM:
-            known = recipe.optimizer in (ADD, *ELEMENT_WISE)
-            return "" if known else f"the state needs an optimizer {recipe.optimizer!r}, which no server has"
-        program, plan = accepted(recipe.program, recipe.program_hash)
-        pieces = sum(map(len, recipe.ranges))
-        if looks_at_whole(plan) and pieces > 1:
-            return (
-                f"the program looks at the whole vector (norm, sum, …), and the trained parameters are in {pieces} "
-                f"pieces here: give the optimizer one group, and no frozen parameters between others"
-            )
-        return _missing_states(program.states, header)
-    except ProgramError as error:
-        return f"the program is refused: {error}"
-    except (ValueError, KeyError, TypeError, RecursionError, msgspec.ValidationError) as error:
-        return f"the state cannot be read ({type(error).__name__}: {error})"
-
-
-def _missing_states(expected: Sequence[str], header: Mapping[str, Any]) -> str:
-    """Why the state vectors in a state are not those of its program; empty if they are, or there are none yet."""
-    held: dict[str, set[str]] = {}
-    for name in header:
-        if name.startswith("state."):
-            _, member, vector = name.split(".", 2)
-            held.setdefault(member, set()).add(vector)
-    for vectors in held.values():
-        if vectors != set(expected):
-            missing, unknown = sorted(set(expected) - vectors), sorted(vectors - set(expected))
-            parts = [f"{what} {', '.join(names)}" for what, names in (("lacks", missing), ("has", unknown)) if names]
-            return (
-                f"the program has the states {', '.join(expected) or '(none)'}, and the saved one {' and '.join(parts)}"
-            )
-    return ""
 
 
 def first_state(

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from offbeat.errors import StrategyError
 from offbeat.runtime.groups.group import Group
-from offbeat.runtime.servers.shard_state import KINDS
+from offbeat.runtime.servers.state_inspection import KINDS
 
 
 class ParameterRow:
