@@ -10,8 +10,6 @@ import importlib.util
 import math
 from typing import Any, Final, cast
 
-from scipy.optimize import brentq
-
 from offbeat.errors import StrategyError, UsageError
 
 INTERVAL: Final = 1e-3
@@ -58,6 +56,7 @@ class PrivacyAccountant:
 @functools.lru_cache(maxsize=16)
 def calibrated_noise(epsilon: float, probability: float, delta: float, rounds: int) -> float:
     """The least noise with which this many rounds spend no more than epsilon, to a part in a thousand."""
+    from scipy.optimize import brentq  # Late: it takes longer to import than the rest of offbeat.
 
     def excess(logarithm: float) -> float:
         spent = PrivacyAccountant(math.exp(logarithm), probability, delta).epsilon(rounds)
