@@ -11,10 +11,10 @@ from offbeat.errors import UsageError
 from offbeat.protocols.pipelines.formulas import bubble_share
 from offbeat.protocols.pipelines.orders import PipelineKind
 from offbeat.protocols.pipelines.plan import PartEdge, PartSeconds, PipelinePlan
+from offbeat.simulate.faults.stage_faults import StageEnd, play_faults, stage_name
 from offbeat.simulate.machines import Kill, LossyNetwork, Stop
 from offbeat.simulate.network import Link, Network
 from offbeat.simulate.pipelines import LinkCost, StagedStep, predicted_pipeline_step
-from offbeat.simulate.faults.stage_faults import StageEnd, play_faults, stage_name
 
 DEADLINE = 5.0
 DELAY = 0.001

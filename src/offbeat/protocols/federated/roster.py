@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from offbeat.protocols.federated.messages import JoinRequest
 from offbeat.protocols.machine import Name
 
-
 _ROUNDING: Final = 1e-3  # Seconds by which timers are early.
 
 
