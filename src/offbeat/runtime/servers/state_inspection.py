@@ -36,7 +36,7 @@ _DTYPES: Final = {
 """Data types of state tensors, by their names in the safetensors format."""
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -78,7 +78,7 @@ def _tensors(state: NDArray[np.uint8]) -> dict[str, Tensor]:
         raise ValueError("its metadata are not text")
     tensors: dict[str, Tensor] = {}
     used = 0
-    for name, entry in sorted(msgspec.convert(plain, dict[str, _Entry]).items(), key=lambda item: item[1].data_offsets):
+    for name, entry in sorted(msgspec.convert(plain, dict[str, _TensorEntry]).items(), key=lambda item: item[1].data_offsets):
         kind, (start, stop) = _DTYPES[entry.dtype], entry.data_offsets
         size = math.prod(entry.shape) * kind.itemsize
         if min(entry.shape, default=0) < 0 or start != used or stop - start != size:

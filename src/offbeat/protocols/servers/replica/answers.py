@@ -86,7 +86,8 @@ class Admission:
 
     def failed(self, proof: UpdateProof, reason: str) -> None:
         """An update has changed nothing: the pushes in it count as refused."""
-        self._shard.recount(proof)
+        self._shard.counts["applied"] -= len(proof.senders)
+        self._shard.counts["refused"] += len(proof.senders)
         for worker in dict.fromkeys(proof.senders):
             self._note(worker, proof.step, reason)
 

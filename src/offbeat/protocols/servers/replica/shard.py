@@ -282,7 +282,7 @@ class Shard:
                 self.version += 1
                 workers = len(self.pacing.clocks)
                 outcome.works.append(Update(self.version, 1 / weight, self._sum.settings, workers=workers))
-                self._expect(UpdateProof(self.version, step, senders), outcome)
+                outcome.unproven += [UpdateProof(self.version, step, senders)] if self.rule.proves else []
             self._sum.give_up_on_the_slow(outcome)
         outcome.moved = self.minimum > before
         self.counts.update(outcome.statuses)
@@ -334,19 +334,10 @@ class Shard:
             workers = len(self.pacing.clocks)
             gradient_of = (push.start, push.stop, payload, missed, push.absent, oldest, workers)
             outcome.works.append(Update(self.version, 1 / workers, push.settings, *gradient_of))
-            self._expect(UpdateProof(self.version, push.clock, (push.worker,)), outcome)
+            outcome.unproven += [UpdateProof(self.version, push.clock, (push.worker,))] if self.rule.proves else []
         outcome.settle(push, payload, "refused" if unfit else "applied", unfit)
         if push.last:
             self.pacing.finish(push.worker, push.clock + 1)
-
-    def _expect(self, proof: UpdateProof, outcome: EntryOutcome) -> None:
-        if self.rule.proves:
-            outcome.unproven.append(proof)
-
-    def recount(self, proof: UpdateProof) -> None:
-        """An update has failed: its pushes were not applied."""
-        self.counts["applied"] -= len(proof.senders)
-        self.counts["refused"] += len(proof.senders)
 
     def _oldest(self) -> int:
         """The oldest version that a coming gradient may be computed from; 0 for workers that have not pushed yet."""
