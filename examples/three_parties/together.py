@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 TASK = f"{Path(__file__).with_name('task.py')}:PrivateDigits"
 OFFBEAT = [sys.executable, "-m", "offbeat", "federated"]
-WAIT = 120.0
+WAIT = 300.0
 
 
 def federate(parties: Path, strategy: str, rounds: int, out: Path) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def main(parties: Path) -> None:
     everything = [party(parties / name) for name in PARTIES]
     images, labels = (torch.cat(tensors) for tensors in zip(*everything, strict=True))
     with tempfile.TemporaryDirectory() as folder:
-        together = federate(parties, "federated(clients=3, fraction=1, batch=20)", 30, Path(folder, "many"))
+        together = federate(parties, "federated(clients=3, fraction=1, batch=20)", 20, Path(folder, "many"))
         share = score(loaded(together["run"]), images, labels)
         print(f"\nOf the images of all ten digits, the model of all three parties recognizes {share:.0%}.")
         for name, own in zip(PARTIES, everything, strict=True):

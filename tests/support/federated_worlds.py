@@ -17,8 +17,8 @@ from offbeat.protocols.federated.messages import (
     DeployedRound,
     Examine,
     Goodbye,
-    JoinRequest,
     KeepFinal,
+    MembershipRequest,
     Prepare,
     RoundClosed,
     RoundTask,
@@ -41,7 +41,7 @@ class WorkingClient:
 
     def __init__(self, client: int, examples: int, seconds: Callable[[RoundTask], tuple[float, float]]) -> None:
         self.name = f"client {client}"
-        self.inner = RoundClient(self.name, JoinRequest(self.name, client), Payload(4, b"task"), PATIENCE)
+        self.inner = RoundClient(self.name, MembershipRequest(self.name, client), Payload(4, b"task"), PATIENCE)
         self.settled: dict[int, str] = {}
         self._examples, self._seconds = examples, seconds
         self._abandoned: set[int] = set()

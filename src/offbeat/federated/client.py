@@ -19,7 +19,7 @@ from offbeat.errors import RunError, TaskError, UsageError
 from offbeat.federated.client_work import ClientWork, from_folder, simulated_part
 from offbeat.federated.description import LARGEST, describe, encoded
 from offbeat.federated.server import reference_of
-from offbeat.protocols.federated.messages import SERVER, Conclude, FromClient, FromServer, JoinRequest
+from offbeat.protocols.federated.messages import SERVER, Conclude, FromClient, FromServer, MembershipRequest
 from offbeat.protocols.federated.round_client import RoundClient
 from offbeat.runtime.messages import Codec, Driver, Endpoint, Inbox, Keys, named
 from offbeat.runtime.run.folder import MODEL_FILE
@@ -147,7 +147,7 @@ def run_client(reference: TaskReference, settings: ClientSettings, report: Calla
     keys = None if settings.keys is None else Keys.load(Path(settings.keys))
     name = settings.endpoint if keys is None else named(keys.public)
     number = settings.part if settings.client is None else settings.client
-    machine = RoundClient(name, JoinRequest(settings.label, number), description, settings.timeout)
+    machine = RoundClient(name, MembershipRequest(settings.label, number), description, settings.timeout)
     limit = max(LARGEST, 4 * work.model_bytes)
     codec: Codec[Any] = Codec(FromClient | FromServer, payload_limit=limit)
     fates: Counter[str] = Counter()

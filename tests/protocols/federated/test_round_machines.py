@@ -23,7 +23,7 @@ from offbeat.protocols.federated.messages import (
     ClientLeave,
     Examine,
     Goodbye,
-    JoinRequest,
+    MembershipRequest,
     Refused,
     RoundClosed,
     RoundTask,
@@ -219,7 +219,7 @@ class Table:
     def filled(self) -> Table:
         """All clients have joined, so the first round is under way."""
         for client in range(self.server.plan.clients):
-            self.hear(client, JoinRequest(f"party {client}", client))
+            self.hear(client, MembershipRequest(f"party {client}", client))
             self.hear(client, Beat(0, "idle", 5))
         assert self.server.state.phase == "gathering"
         return self
@@ -231,19 +231,19 @@ def update(number: int = 1) -> UpdateSent:
 
 def test_the_first_round_waits_for_all_clients_or_for_as_many_as_are_wanted() -> None:
     table = Table(plan())
-    assert isinstance(table.hear(0, JoinRequest("a", 0))[0], Welcome)
+    assert isinstance(table.hear(0, MembershipRequest("a", 0))[0], Welcome)
     table.hear(0, Beat(0, "idle", 5))
     assert table.server.state.phase == "waiting"
     assert table.server.missing == "1 of 3 clients are there, 1 with examples"
     assert Table(plan(), first=1).server.state.phase == "waiting"
     two = Table(plan(), first=1)
-    two.hear(1, JoinRequest("b", 1))
+    two.hear(1, MembershipRequest("b", 1))
     assert any(isinstance(message, RoundTask) for message in two.hear(1, Beat(0, "idle", 5)))
 
 
 def test_a_client_that_is_still_preparing_is_not_selected() -> None:
     table = Table(plan(clients=1))
-    table.hear(0, JoinRequest("a", 0))
+    table.hear(0, MembershipRequest("a", 0))
     table.hear(0, Beat(0, "preparing", 0))
     assert table.server.state.phase == "waiting"
 
@@ -251,7 +251,7 @@ def test_a_client_that_is_still_preparing_is_not_selected() -> None:
 def test_a_client_without_examples_takes_no_part_but_the_round_goes_on() -> None:
     table = Table(plan())
     for client, examples in enumerate([5, 0, 5]):
-        table.hear(client, JoinRequest(f"party {client}", client))
+        table.hear(client, MembershipRequest(f"party {client}", client))
         table.hear(client, Beat(0, "idle", examples))
     assert sorted(table.server.state.round.cohort) == [0, 2]
 
@@ -360,28 +360,28 @@ def test_ten_rounds_without_an_update_end_the_federation() -> None:
 
 def test_those_that_are_not_enrolled_or_have_another_number_are_refused_and_counted() -> None:
     table = Table(plan(), enrolled=["client 0", "client 1", "client 2"])
-    assert isinstance(table.hear("stranger", JoinRequest("x"))[0], Refused)
-    (refusal,) = table.hear(1, JoinRequest("b", 2))
+    assert isinstance(table.hear("stranger", MembershipRequest("x"))[0], Refused)
+    (refusal,) = table.hear(1, MembershipRequest("b", 2))
     assert isinstance(refusal, Refused)
     assert refusal.why == "it is client 1, not 2"
     assert table.server.state.counts["rejected_joins"] == 2
-    assert isinstance(table.hear(1, JoinRequest("b"))[0], Welcome)
+    assert isinstance(table.hear(1, MembershipRequest("b"))[0], Welcome)
 
 
 def test_a_number_is_given_once_and_there_are_no_more_than_the_plan_says() -> None:
     table = Table(plan(clients=2), first=2)
-    table.hear("a", JoinRequest("a", 1))
-    (refusal,) = table.hear("b", JoinRequest("b", 1))
+    table.hear("a", MembershipRequest("a", 1))
+    (refusal,) = table.hear("b", MembershipRequest("b", 1))
     assert isinstance(refusal, Refused)
     assert refusal.why == "client 1 is a"
-    (refusal,) = table.hear("b", JoinRequest("b", 5))
+    (refusal,) = table.hear("b", MembershipRequest("b", 5))
     assert isinstance(refusal, Refused)
-    (welcome,) = table.hear("b", JoinRequest("b"))
+    (welcome,) = table.hear("b", MembershipRequest("b"))
     assert isinstance(welcome, Welcome)
     assert welcome.client == 0
-    (refusal,) = table.hear("c", JoinRequest("c"))
+    (refusal,) = table.hear("c", MembershipRequest("c"))
     assert refusal == Refused("all 2 clients have joined")
-    assert table.hear("a", JoinRequest("a"))[0].client == 1  # It was restarted.
+    assert table.hear("a", MembershipRequest("a"))[0].client == 1  # It was restarted.
 
 
 def test_a_goodbye_or_a_leave_is_answered_and_the_end_needs_nobody_else() -> None:

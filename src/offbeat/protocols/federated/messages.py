@@ -23,7 +23,7 @@ Fate = Literal["accepted", "late", "refused", "failed"]
 """What became of a client's turn: its update counts, came too late, cannot be used, or the client reported an error."""
 
 
-class JoinRequest(Struct, frozen=True, tag=True):
+class MembershipRequest(Struct, frozen=True, tag=True):
     """A client asks to take part; its payload describes its model and task."""
 
     label: str  # What people call it.
@@ -125,7 +125,7 @@ class Farewell(Struct, frozen=True, tag=True):
     """The server expects nothing more of the client."""
 
 
-FromClient = JoinRequest | Beat | UpdateSent | ClientFailure | ClientLeave | Goodbye
+FromClient = MembershipRequest | Beat | UpdateSent | ClientFailure | ClientLeave | Goodbye
 FromServer = Welcome | Refused | UnknownClient | Noted | RoundTask | Again | Settled | Finish | Farewell
 
 
@@ -133,7 +133,7 @@ class Examine(Struct, frozen=True):
     """Work of the server: compare a client's model and task with its own. Result: what differs; empty if nothing."""
 
     name: Name
-    join: JoinRequest
+    join: MembershipRequest
     description: Payload
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from offbeat.protocols.federated.messages import JoinRequest
+from offbeat.protocols.federated.messages import MembershipRequest
 from offbeat.protocols.machine import Name
 
 _ROUNDING: Final = 1e-3  # Seconds by which timers are early.
@@ -44,7 +44,7 @@ class Roster:
         self._heard: dict[int, float] = {}
         self.patience = patience
 
-    def why_not(self, name: Name, join: JoinRequest) -> str:
+    def why_not(self, name: Name, join: MembershipRequest) -> str:
         """Why a client may not join; empty if it may."""
         fixed = self._fixed_number(name)
         if fixed is not None:
@@ -57,7 +57,7 @@ class Roster:
             return f"client {join.client} is {self.label(join.client)}"
         return f"all {self._clients:,} clients have joined" if len(self._members) >= self._clients else ""
 
-    def admit(self, name: Name, join: JoinRequest, now: float) -> int:
+    def admit(self, name: Name, join: MembershipRequest, now: float) -> int:
         """Let a client join, or join again; returns its number."""
         client = self._fixed_number(name)
         if client is None:

@@ -19,8 +19,8 @@ from offbeat.protocols.federated.messages import (
     Farewell,
     Finish,
     Goodbye,
-    JoinRequest,
     KeepFinal,
+    MembershipRequest,
     Noted,
     Prepare,
     Refused,
@@ -50,7 +50,7 @@ class RoundClient:
 
     """
 
-    def __init__(self, name: Name, join: JoinRequest, description: Payload, patience: float) -> None:
+    def __init__(self, name: Name, join: MembershipRequest, description: Payload, patience: float) -> None:
         self.name = name
         self.phase: Literal["joining", "here", "leaving", "ended"] = "joining"
         self.failure = ""

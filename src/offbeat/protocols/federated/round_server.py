@@ -19,7 +19,7 @@ from offbeat.protocols.federated.messages import (
     Examine,
     Farewell,
     Goodbye,
-    JoinRequest,
+    MembershipRequest,
     Noted,
     Refused,
     RoundClosed,
@@ -145,7 +145,7 @@ class RoundServer:
             self._rounds.drop(effects, now, client)
 
     def _received(self, effects: Effects, now: float, sender: Name, message: Struct, payload: Payload) -> None:
-        if isinstance(message, JoinRequest):
+        if isinstance(message, MembershipRequest):
             why = "the last round is over" if self.state.phase == "finished" else self.roster.why_not(sender, message)
             if why:
                 self._examined(effects, now, sender, message, why)
@@ -168,7 +168,7 @@ class RoundServer:
             self._rounds.update(effects, now, member.client, message, payload)
         self._rounds.next(effects, now)
 
-    def _examined(self, effects: Effects, now: float, sender: Name, join: JoinRequest, why: str) -> None:
+    def _examined(self, effects: Effects, now: float, sender: Name, join: MembershipRequest, why: str) -> None:
         """Let a client join, or say why not."""
         state = self.state
         if why:
