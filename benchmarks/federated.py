@@ -50,8 +50,8 @@ AT_LEAST_AS_FAST_AS_FLOWER = 15.0
 MEGABYTES = 200.0
 INITIAL = 2.309373
 """The loss over all data before the first round."""
-ROUNDS = {"offbeat": 20, "offbeat, again": 20, "pfl": 20, "Flower": 1}
-"""Rounds of a block: about as long for each."""
+FLOWERS = 1
+"""Rounds of a block of Flower's; of the others, as many as --rounds says, which take about as long."""
 WARM_UP = 2
 """Blocks that do not count; in the first one of Flower's, its actors are started."""
 
@@ -149,15 +149,15 @@ def peers(options: argparse.Namespace, folder: Path) -> dict[str, list[subproces
         started.setdefault(name, []).append(process)
 
     for name in ("offbeat", "offbeat, again"):
-        start(name, [sys.executable, __file__, "--simulate", name, str(folder)], plain)
+        start(name, [sys.executable, __file__, "--simulate", name, str(folder), "--rounds", str(options.rounds)], plain)
     if options.pfl:
         port = str(free_port())
         for rank in ("0", "1"):
             own = {"TORCHELASTIC_RUN_ID": "benchmark", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
             own |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            start("pfl", [options.pfl, "_pfl_rounds.py", str(folder), "pfl", str(ROUNDS["pfl"])], plain | own)
+            start("pfl", [options.pfl, "_pfl_rounds.py", str(folder), "pfl", str(options.rounds)], plain | own)
     if options.flower:
-        start("Flower", [options.flower, "_flower_rounds.py", str(folder), "Flower", str(ROUNDS["Flower"])], plain)
+        start("Flower", [options.flower, "_flower_rounds.py", str(folder), "Flower", str(FLOWERS)], plain)
     return started
 
 
@@ -183,10 +183,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]
             for name in names[block % len(names) :] + names[: block % len(names)]:
                 (folder / f"{name}.go.{block}").touch()
                 done = heard(folder, name, block, started[name])
+                rounds = FLOWERS if name == "Flower" else options.rounds
                 if block > WARM_UP:
-                    times[name].append(1e3 * done["seconds"] / (ROUNDS[name] * COHORT))
-                last = done["loss"]
-                verify(name, first[name], last, block * ROUNDS[name])
+                    times[name].append(1e3 * done["seconds"] / (rounds * COHORT))
+                verify(name, first[name], done["loss"], block * rounds)
     finally:
         (folder / "stop").touch()
         for process in (each for group in started.values() for each in group):
@@ -216,6 +216,7 @@ def memory(folder: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of a block, except for Flower")
     parser.add_argument("--flower", help="a Python that has flwr[simulation]")
     parser.add_argument("--pfl", help="a Python that has pfl[pytorch]")
     parser.add_argument("--out", type=Path, default=RESULTS / "federated.json")
@@ -224,7 +225,7 @@ def main() -> None:
     if options.simulate:
         name, folder = options.simulate
         strategy = f"federated(clients={CLIENTS}, fraction={COHORT / CLIENTS}, batch={EXAMPLES})"
-        task = Gated(folder, name, ROUNDS[name])
+        task = Gated(folder, name, options.rounds)
         offbeat.fit(task, strategy, workers=2, steps=10**6, target=1.0, out=Path(folder) / "runs")
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -55,7 +55,7 @@ class WorkingClient:
             case Received(_, RoundTask()):
                 self._mute = False
             case Timer(("lost", number)):
-                self._mute = self.inner.number == number
+                self._mute = self._mute or self.inner.number == number
                 return []
             case Timer(("trained", number)):
                 if self._mute or number in self._abandoned:

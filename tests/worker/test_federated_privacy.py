@@ -37,18 +37,15 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     ("task", "text"),
     [
         (Smooth(), BOTH),
-        (Images(), COMPRESSED + "topk(0.1) + quantize(4, stochastic=True)"),
-        (Images(), COMPRESSED + "randomk(0.2)"),
+        (Images(), COMPRESSED + "randomk(0.2) + quantize(4, stochastic=True)"),
     ],
-    ids=["private", "topk", "randomk"],
+    ids=["private", "compressed"],
 )
 def test_any_number_of_workers_gives_the_same_bits(task: Images, text: str, launcher: Launcher, tmp_path: Path) -> None:
     results = [fit(task, text, workers=n, steps=4, seed=4, launcher=launcher, out=tmp_path) for n in (1, 2, 4)]
     first, *others = (bits(result) for result in results)
     assert all(same(first, other) for other in others)
     assert len({(str(r.federated), r.score, r.bytes_sent, r.samples) for r in results}) == 1
-    other = fit(task, text, workers=1, steps=4, seed=5, launcher=launcher, out=tmp_path)
-    assert not same(first, bits(other))
 
 
 def test_a_killed_run_forgets_neither_budget_nor_what_clients_owe(launcher: Launcher, tmp_path: Path) -> None:

@@ -24,6 +24,12 @@ def test_a_fixed_number_of_different_clients_is_drawn_and_none_without_examples(
     assert cohort(plan, SIZES, 3, 1).tolist() != cohort(plan, SIZES, 4, 1).tolist()
 
 
+def test_poisson_sampling_draws_no_client_without_examples() -> None:
+    plan = RoundPlan(clients=10, fraction=0.9, poisson=True)
+    drawn = {client for number in range(50) for client in cohort(plan, SIZES, 3, number).tolist()}
+    assert drawn == {0, 2, 3, 4, 6, 7, 8, 9}
+
+
 def test_over_selection_draws_more_but_not_more_than_can() -> None:
     assert len(cohort(RoundPlan(clients=10, fraction=0.4, over=1.5), SIZES, 0, 1)) == 6
     assert len(cohort(RoundPlan(clients=10, fraction=0.8, over=1.5), SIZES, 0, 1)) == 8

@@ -60,6 +60,7 @@ def test_random_dropouts_give_the_right_sum_or_none() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("rounds", [200, 1000])
 def test_many_random_dropouts_give_the_right_sum_or_none(rounds: int) -> None:
     ends = play(range(1000, 1000 + rounds))

@@ -71,6 +71,14 @@ def test_the_largest_numbers_of_the_heaviest_clients_do_not_overflow() -> None:
     assert (sums.read() / 3e9).tolist() == [LARGEST, -LARGEST]
 
 
+def test_sums_beyond_what_floating_point_has_bits_for_are_exact() -> None:
+    weight, count, number = 2**25 + 1, 40, 2.0**17 - 2.0**-7
+    sums = ExactSum(torch.zeros(1, dtype=torch.int64), weight * count)
+    for _ in range(count):
+        assert sums.add(torch.tensor([number]), weight)
+    assert Fraction(int(sums.settle())) == count * weight * Fraction(number) * Fraction(sums.unit)
+
+
 LAYOUT = UpdateLayout(2, 2, torch.float32)
 
 

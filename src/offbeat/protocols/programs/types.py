@@ -61,7 +61,7 @@ class Several:
     items: tuple[Type, ...]
 
 
-class Unknown:
+class UnknownType:
     """A type that is not known yet; `is_number` once it can only be a scalar or a vector."""
 
     __slots__ = ("is_number", "value")
@@ -71,7 +71,7 @@ class Unknown:
         self.is_number = is_number
 
 
-Type = Plain | Function | Several | Unknown
+Type = Plain | Function | Several | UnknownType
 
 
 def function_type(*types: Type) -> Type:
@@ -112,7 +112,7 @@ def _describe(type_: Type, bracket: bool, names: dict[int, str], count: list[int
             for item in items:
                 text += (", " if text else "(") + (yield _describe(item, False, names, count))
             return f"{text})"
-        case Unknown():
+        case UnknownType():
             if type_.is_number:
                 return "number"
             name = chr(ord("a") + len(names) % 26) + "'" * (len(names) // 26)
@@ -120,7 +120,7 @@ def _describe(type_: Type, bracket: bool, names: dict[int, str], count: list[int
 
 
 def _value(type_: Type) -> Type:
-    while isinstance(type_, Unknown) and type_.value is not None:
+    while isinstance(type_, UnknownType) and type_.value is not None:
         type_ = type_.value
     return type_
 
@@ -199,7 +199,7 @@ class _Inference:
                     return (yield self.infer(entry.function, entry.around))
                 return entry.type
             case Abstraction(body=body):
-                argument = Unknown()
+                argument = UnknownType()
                 result = yield self.infer(body, _Scope(argument, None, scope))
                 return Function(argument, result)
             case Let(value=value, body=body):
@@ -226,16 +226,16 @@ class _Inference:
         operation = term.operation
         if operation.reduces:
             return function_type(*[VECTOR] * operation.arguments, SCALAR)
-        arguments = [Unknown(is_number=True) for _ in range(operation.arguments)]
-        result = Unknown(is_number=True)
+        arguments = [UnknownType(is_number=True) for _ in range(operation.arguments)]
+        result = UnknownType(is_number=True)
         self.broadcasts.append(_Broadcast(tuple(arguments), result, term.at))
         return function_type(*arguments, result)
 
     def application(self, term: Application, scope: _Scope | None) -> Call[Type]:
         function = _value((yield self.infer(term.function, scope)))
         argument = yield self.infer(term.argument, scope)
-        if isinstance(function, Unknown) and not function.is_number:
-            result: Type = Unknown()
+        if isinstance(function, UnknownType) and not function.is_number:
+            result: Type = UnknownType()
             self.unify(function, Function(argument, result), term.at)
             return result
         if not isinstance(function, Function):
@@ -255,9 +255,9 @@ class _Inference:
             a, b = map(_value, pairs.pop())
             if a is b or (isinstance(a, Plain) and a == b):
                 continue
-            if isinstance(a, Unknown):
+            if isinstance(a, UnknownType):
                 self.bind(a, b, at)
-            elif isinstance(b, Unknown):
+            elif isinstance(b, UnknownType):
                 self.bind(b, a, at)
             elif isinstance(a, Function) and isinstance(b, Function):
                 pairs += [(a.result, b.result), (a.argument, b.argument)]
@@ -268,8 +268,8 @@ class _Inference:
                     f"{_capital(_article(expected))} is expected here, not {_article(actual)}{_why(a, b)}.", at
                 )
 
-    def bind(self, unknown: Unknown, other: Type, at: Position | None) -> None:
-        if isinstance(other, Unknown):
+    def bind(self, unknown: UnknownType, other: Type, at: Position | None) -> None:
+        if isinstance(other, UnknownType):
             other.is_number = other.is_number or unknown.is_number
         elif unknown.is_number and not isinstance(other, Plain):
             raise ProgramError(f"A number is expected here, not {_article(other)}.", at)
@@ -296,7 +296,7 @@ class _Inference:
     def settled(self, broadcast: _Broadcast) -> bool:
         arguments = [_value(argument) for argument in broadcast.arguments]
         result = _value(broadcast.result)
-        unknown = [argument for argument in arguments if isinstance(argument, Unknown)]
+        unknown = [argument for argument in arguments if isinstance(argument, UnknownType)]
         if VECTOR in arguments or not unknown:
             kind = VECTOR if VECTOR in arguments else SCALAR
             if isinstance(result, Plain) and result != kind:
