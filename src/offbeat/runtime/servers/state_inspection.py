@@ -78,7 +78,8 @@ def _tensors(state: NDArray[np.uint8]) -> dict[str, Tensor]:
         raise ValueError("its metadata are not text")
     tensors: dict[str, Tensor] = {}
     used = 0
-    for name, entry in sorted(msgspec.convert(plain, dict[str, _TensorEntry]).items(), key=lambda item: item[1].data_offsets):
+    entries = msgspec.convert(plain, dict[str, _TensorEntry])
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         kind, (start, stop) = _DTYPES[entry.dtype], entry.data_offsets
         size = math.prod(entry.shape) * kind.itemsize
         if min(entry.shape, default=0) < 0 or start != used or stop - start != size:
