@@ -27,7 +27,7 @@ from offbeat.tasks.digits import Digits
 
 COMMANDS = [
     "run", "compare", "explain", "doctor", "watch", "strategies", "config", "draw", "reduce", "check", "ps", "stop",
-    "logs", "scale", "batch-size", "bench", "keys",
+    "logs", "scale", "batch-size", "bench", "federated", "keys",
 ]  # fmt: skip
 BENCH_OPTIONS = {
     "--ranks", "-r", "--size", "--sizes", "--simulate", "--network", "--inside", "--host-count", "--per-host",
@@ -62,8 +62,8 @@ EXPLAIN_OPTIONS = {
     "--format",
 }
 EXPORTS = [
-    "BatchSize", "Data", "Host", "Hosts", "IterativeTask", "League", "OffbeatError", "Result", "Scaling", "Strategy",
-    "Task", "Team", "__version__", "accuracy", "batch_size", "compare", "fit", "init", "parse", "scale",
+    "BatchSize", "ClientDatasets", "Data", "Host", "Hosts", "IterativeTask", "League", "OffbeatError", "Result", "Scaling",
+    "Strategy", "Task", "Team", "__version__", "accuracy", "batch_size", "compare", "fit", "init", "parse", "scale",
 ]  # fmt: skip
 RESULT = [
     "strategy",
@@ -102,12 +102,14 @@ RESULT = [
     "predicted",
     "waits",
     "refusals",
+    "update",
     "servers",
     "hosts",
     "died",
     "joined",
     "placement",
     "tensor",
+    "federated",
     "warnings",
     "first_batch",
     "error",

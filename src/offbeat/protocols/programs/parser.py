@@ -106,13 +106,11 @@ def _pointed(text: str, at: Position, message: str) -> ProgramError:
 Names = Mapping[str, int]  # BoundVariable names: the number of the binder from outside, from 0.
 
 
-class _Parser:
-    """Reads tokens from left to right."""
+class _TokenReader:
+    """Reads tokens from left to right, and says what is wrong where."""
 
     def __init__(self, tokens: list[Token], text: str) -> None:
         self.tokens, self.text, self.place = tokens, text, 0
-        self.depth = 0  # Terms inside each other.
-        self.count = 0  # Binders around the place.
 
     @property
     def next(self) -> Token:
@@ -142,6 +140,15 @@ class _Parser:
 
     def too_deep(self) -> NoReturn:
         raise _pointed(self.text, self.next.at, f"The program is nested more than {DEEPEST:,} deep, the limit.")
+
+
+class _Parser(_TokenReader):
+    """Makes terms of tokens."""
+
+    def __init__(self, tokens: list[Token], text: str) -> None:
+        super().__init__(tokens, text)
+        self.depth = 0  # Terms inside each other.
+        self.count = 0  # Binders around the place.
 
     def whole(self) -> Call[Term]:
         term = yield self.term({})
