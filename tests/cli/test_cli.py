@@ -62,8 +62,9 @@ EXPLAIN_OPTIONS = {
     "--format",
 }
 EXPORTS = [
-    "BatchSize", "ClientDatasets", "Data", "Host", "Hosts", "IterativeTask", "League", "OffbeatError", "Result", "Scaling",
-    "Strategy", "Task", "Team", "__version__", "accuracy", "batch_size", "compare", "fit", "init", "parse", "scale",
+    "BatchSize", "ClientDatasets", "Data", "Host", "Hosts", "IterativeTask", "League", "OffbeatError", "Result",
+    "Scaling", "Strategy", "Task", "Team", "__version__", "accuracy", "batch_size", "compare", "fit", "init", "parse",
+    "scale",
 ]  # fmt: skip
 RESULT = [
     "strategy",
