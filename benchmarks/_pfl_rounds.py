@@ -1,5 +1,8 @@
 """Rounds of pfl's simulation, for benchmarks/federated.py: run by the interpreter that has pfl, as torchrun would."""
 
+# Its peer is installed in another environment than the one in which types are checked.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+# pyright: reportUnknownLambdaType=false, reportUntypedFunctionDecorator=false
 from __future__ import annotations
 
 import logging
