@@ -1,0 +1,200 @@
+"""Everything that shards, workers and the coordinator of Sandblaster say to each other; and the vector commands.
+
+Messages may be lost, late or come twice: every request has a number, is resent under it until it is answered, and is
+carried out once. Vectors travel as the payload beside a message, and never to or from the coordinator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from offbeat.protocols.machine import Name
+
+MINIMIZER: Name = "minimizer"
+"""The coordinator's name; a run with shards of another kind has a `coordinator` of its own."""
+
+POINT = "trial"
+"""The register of the parameters at which workers compute gradients."""
+PARAMETERS = "x"
+"""The register of the parameters that the last iteration has ended with."""
+
+
+def shard_name(shard: int) -> Name:
+    """The name of a shard."""
+    return f"shard {shard}"
+
+
+class Dot(Struct, frozen=True, tag="dot", array_like=True):
+    """The dot product of two registers: a number."""
+
+    left: str
+    right: str
+
+
+class AbsoluteSum(Struct, frozen=True, tag="asum", array_like=True):
+    """The sum of a register's absolute values."""
+
+    of: str
+
+
+class Largest(Struct, frozen=True, tag="amax", array_like=True):
+    """The largest absolute value of a register."""
+
+    of: str
+
+
+class Copy(Struct, frozen=True, tag="copy", array_like=True):
+    """One register's numbers in another."""
+
+    source: str
+    into: str
+
+
+class Scale(Struct, frozen=True, tag="scale", array_like=True):
+    """A register times a number."""
+
+    register: str
+    factor: float
+
+
+class Axpy(Struct, frozen=True, tag="axpy", array_like=True):
+    """A register plus `factor` times another."""
+
+    register: str
+    factor: float
+    addend: str
+
+
+class Multiply(Struct, frozen=True, tag="multiply", array_like=True):
+    """A register times another, number by number."""
+
+    register: str
+    by: str
+
+
+class Gather(Struct, frozen=True, tag="gather", array_like=True):
+    """An evaluation begins: from now on add the gradients of its portions as workers send them."""
+
+    evaluation: int
+    portions: int
+
+
+class Gathered(Struct, frozen=True, tag="gathered", array_like=True):
+    """The evaluation is over: its sum goes into a register."""
+
+    into: str
+
+
+Command = Dot | AbsoluteSum | Largest | Copy | Scale | Axpy | Multiply | Gather | Gathered
+Reduction = Dot | AbsoluteSum | Largest
+
+
+def reduced(commands: Sequence[Command], parts: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The numbers of commands over whole vectors, from those over each shard's part."""
+    reductions = [command for command in commands if isinstance(command, Reduction)]
+    columns = zip(*parts, strict=True)
+    return tuple(
+        max(column) if isinstance(command, Largest) else math.fsum(column)
+        for command, column in zip(reductions, columns, strict=True)
+    )
+
+
+class Batch(Struct, frozen=True, tag=True):
+    """To a shard: carry out these commands in order, and answer with the numbers that they give."""
+
+    number: int
+    commands: tuple[Command, ...]
+
+
+class Scalars(Struct, frozen=True, tag=True):
+    """From a shard: the numbers of a batch, over its part of the vectors."""
+
+    number: int
+    values: tuple[float, ...]
+
+
+class Load(Struct, frozen=True, tag=True):
+    """To a shard: start from these parameters, which are the payload."""
+
+    number: int
+
+
+class Read(Struct, frozen=True, tag=True):
+    """To a shard: send a register; of an evaluation, or as it is (-1)."""
+
+    number: int
+    evaluation: int = -1
+
+
+class Values(Struct, frozen=True, tag=True):
+    """From a shard: the register, as the payload; none if another evaluation has begun."""
+
+    number: int
+    stale: bool = False
+
+
+class Gradient(Struct, frozen=True, tag=True):
+    """To a shard: its part of the gradient of a portion, which is the payload."""
+
+    number: int
+    evaluation: int
+    portion: int
+
+
+class Accepted(Struct, frozen=True, tag=True):
+    """From a shard: a gradient is in the sum, or is no longer needed; or parameters are loaded."""
+
+    number: int
+
+
+class Finished(Struct, frozen=True):
+    """A portion whose gradient every shard has, with its share of the loss."""
+
+    evaluation: int
+    portion: int
+    loss: float
+
+
+class Ask(Struct, frozen=True, tag=True):
+    """From a worker: what it has finished, if anything; it is idle and wants this iteration to end."""
+
+    number: int
+    iteration: int
+    finished: Finished | None = None
+
+
+class Assigned(Struct, frozen=True, tag=True):
+    """To a worker: compute the loss and the gradient of a portion."""
+
+    number: int
+    evaluation: int
+    portion: int
+
+
+class IterationEnd(Struct, frozen=True, tag=True):
+    """To a worker: an iteration is over. Counts are of the whole run."""
+
+    number: int
+    iteration: int
+    loss: float
+    gradient: float  # The largest absolute value of the gradient.
+    step: float
+    evaluations: int
+    stopped: str  # Why no further iteration would help; empty: one may.
+    handed_out: dict[str, int]  # Portions, by worker.
+    duplicated: dict[str, int]  # Those of them that another worker had, too.
+    reissued: int  # Portions of dead workers that were handed out again.
+
+
+class Deaths(Struct, frozen=True, tag=True):
+    """From a worker: these are dead, as the members of the run have agreed."""
+
+    workers: tuple[Name, ...]
+
+
+SandblasterMessage = (
+    Batch | Scalars | Load | Read | Values | Gradient | Accepted | Ask | Assigned | IterationEnd | Deaths
+)
