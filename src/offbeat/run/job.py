@@ -24,6 +24,7 @@ from offbeat.runtime.run.untrusted_files import is_file, is_folder, is_there
 from offbeat.runtime.state.checkpoint import newest, newest_step
 from offbeat.strategies import Combined, Pipeline, combined, parse
 from offbeat.strategies.federated.strategy import Federated
+from offbeat.strategies.sandblaster import Sandblaster
 from offbeat.strategies.splitting.layouts import check_placement, relaid
 from offbeat.task import AnyTask, IterativeTask, Task, TaskReference, reference_to
 from offbeat.team.task_checks import check_task
@@ -146,6 +147,9 @@ def resolve(job: Job) -> Job:
             changes |= _in_rounds(strategy.exchange, task, job)
             job = dataclasses.replace(job, threads=1)
             _check_federated(task, strategy, strategy.exchange, job.hosts)
+        if isinstance(strategy.exchange, Sandblaster):
+            strategy.exchange.check_task(task)
+            changes |= _in_iterations(task, job)
         if strategy.split:
             _refuse_unsplittable(task, strategy, job.workers)
         if isinstance(task, IterativeTask) and goal.replace:
@@ -194,6 +198,17 @@ def _in_rounds(strategy: Federated, task: AnyTask, job: Job) -> dict[str, Any]:
     if job.goal.steps is not None or passes is None:
         return {}
     return {"steps": strategy.rounds(passes), "epochs": None}
+
+
+def _in_iterations(task: AnyTask, job: Job) -> dict[str, Any]:
+    """The budget in iterations, each of which counts as an epoch; refuse replacements, which would begin at the first."""
+    if job.goal.replace:
+        raise StrategyError(
+            f"--replace {job.goal.replace}: under sandblaster idle workers compute what a dead one leaves, and none "
+            f"takes its place. Omit it."
+        )
+    passes = job.goal.epochs or (task.epochs if isinstance(task, Task) else None)
+    return {} if job.goal.steps is not None or passes is None else {"steps": passes, "epochs": None}
 
 
 def _refuse_unsplittable(task: AnyTask, strategy: Combined, workers: int) -> None:

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from offbeat.errors import OffbeatError, RunError, WaitError, WorkerError
+from offbeat.protocols.sandblaster.messages import MINIMIZER, shard_name
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import place_of, server_name, worker_name
 from offbeat.run.job import Job, identity_of
@@ -20,11 +21,13 @@ from offbeat.runtime.launch import Role, RoleOutcome, obituary
 from offbeat.runtime.run.folder import RunFolder
 from offbeat.strategies import combined, parse
 from offbeat.strategies.federated.strategy import Federated
+from offbeat.strategies.sandblaster import Sandblaster
 from offbeat.strategies.splitting.layouts import order_of
 from offbeat.strategies.worker.exchange import Exchanging
 
 if TYPE_CHECKING:
     from offbeat.protocols.servers.snapshots import GivenUp, Snapshot
+    from offbeat.runtime.sandblaster.plan import SandblasterPlan
     from offbeat.runtime.servers.coordination import Coordination
     from offbeat.runtime.servers.plan import ServerPlan
 
@@ -78,10 +81,13 @@ class Serving:
         self._ended: dict[str, str] = {}  # Servers that ended before the workers did, and how.
 
     def roles(self, job: Job, folder: RunFolder) -> list[Role]:
-        """A process for every replica of every shard."""
+        """A process for every replica of every shard; under sandblaster its shards, and what commands them."""
         plan = self.plan
         if plan is None:
             return []
+        exchange = combined(parse(job.goal.strategy or "")).exchange
+        if isinstance(exchange, Sandblaster):
+            return vector_roles(exchange.plan(plan.folder), folder)
 
         def role(rank: int, home: Path | None) -> Role:
             shard, replica = self._replicas[rank]
@@ -202,7 +208,11 @@ class Serving:
             if outcome.signal is not None:
                 self._signalled.append(name)
             self._coordination.ended(name)
-        elif self._working and not (outcome.error and outcome.error.type_name == KeyboardInterrupt.__name__):
+        elif (
+            role.kind == "server"
+            and self._working
+            and not (outcome.error and outcome.error.type_name == KeyboardInterrupt.__name__)
+        ):
             self._ended[str(role)] = obituary(outcome)
             self._coordination.ended(str(role))
 
@@ -263,6 +273,27 @@ class Serving:
         names = {server_name(*place) for place in self._replicas.values() if place[0] in shards}
         # How the last server of a lost shard has ended, if that is known.
         return RunError(" ".join([str(lost), *[how for name, how in self._ended.items() if name in names][-1:]]))
+
+
+def vector_roles(plan: SandblasterPlan, folder: RunFolder) -> list[Role]:
+    """The shards of Sandblaster and its coordinator: the run ends with any of them."""
+    config = {"plan": msgspec.to_builtins(plan)}
+    module = "offbeat.runtime.sandblaster.process"
+    common: dict[str, Any] = {"kind": "shard", "environment": {}, "threads": 1, "serves": True}
+    shards = [
+        Role(
+            rank=shard,
+            entry=f"{module}:hold",
+            config={**config, "shard": shard},
+            log=folder.log("shard", shard),
+            name=shard_name(shard),
+            **common,
+        )
+        for shard in range(plan.shards)
+    ]
+    log = folder.log("shard", MINIMIZER)
+    minimizer = Role(rank=plan.shards, entry=f"{module}:minimize", config=config, log=log, name=MINIMIZER, **common)
+    return [*shards, minimizer]
 
 
 def _replicas(plan: ServerPlan) -> list[tuple[int, int]]:

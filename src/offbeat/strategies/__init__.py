@@ -16,6 +16,7 @@ from offbeat.strategies.language.parser import expand, parse, parse_built_in
 from offbeat.strategies.language.reference import describe, overview
 from offbeat.strategies.language.registry import aliases, available
 from offbeat.strategies.local import Local, Nesterov, OuterSGD
+from offbeat.strategies.sandblaster import LineSearch, Sandblaster
 from offbeat.strategies.server import ASP, BSP, SSP, Deadline, DropSlowest, Server
 from offbeat.strategies.single import Single
 from offbeat.strategies.splitting.pipeline import Pipeline
@@ -25,7 +26,19 @@ from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timin
 __all__ = ["Axis", "Combined", "Setting", "Splitting", "Strategy", "Traits", "combined"]
 __all__ += ["aliases", "available", "describe", "expand", "overview", "parse", "parse_built_in"]
 __all__ += ["Compressing", "Exchange", "Exchanging", "Pace", "Timing"]
-__all__ += ["DDP", "AllReduce", "Coded", "Downpour", "Elastic", "Gossip", "Hogwild", "Server", "Single"]
+__all__ += [
+    "DDP",
+    "AllReduce",
+    "Coded",
+    "Downpour",
+    "Elastic",
+    "Gossip",
+    "Hogwild",
+    "LineSearch",
+    "Sandblaster",
+    "Server",
+    "Single",
+]
 __all__ += ["ASP", "BSP", "SSP", "Accumulate", "Deadline", "DropSlowest", "Local", "Nesterov", "OuterSGD", "Random"]
 __all__ += ["BFloat", "Half", "LowRank", "Quantize", "RandomK", "Sign", "Threshold", "TopK"]
 __all__ += ["Pipeline", "TensorParallel"]

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import builtins
 import io
-import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -17,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from offbeat.errors import DataError, NonFiniteError, TaskError
@@ -31,12 +30,15 @@ from offbeat.runtime.servers.plan import ServerPlan
 from offbeat.runtime.state.random_state import seed_everything
 from offbeat.strategies import Pipeline
 from offbeat.strategies.federated.strategy import Federated
+from offbeat.strategies.sandblaster import Sandblaster
 from offbeat.strategies.worker.capabilities import PartsKeeper, StatisticsKeeper
 from offbeat.task import Data, IterativeTask, Task, TaskReference
 from offbeat.team.team import Team
 from offbeat.worker.federated import federate
 from offbeat.worker.model_file import write_model
 from offbeat.worker.per_example_gradients import checks
+from offbeat.worker.sandblaster import sandblast
+from offbeat.worker.score import finite, scorer
 from offbeat.worker.task_data import data_of, loader_over, on_device, size_of
 
 
@@ -93,6 +95,8 @@ def learn(reference: TaskReference, assignment: Assignment) -> None:
         task = reference.build()
         if isinstance(team.strategy.exchange, Federated):
             federate(task, team)
+        elif isinstance(team.strategy.exchange, Sandblaster):
+            sandblast(task, team)
         elif isinstance(task, IterativeTask):
             iterate(task, team)
         else:
@@ -119,7 +123,7 @@ def train(task: Task, team: Team) -> None:
         team.prepare(schedule)
     staged = any(isinstance(part, Pipeline) for part in team.strategy.split)
     step = team.pipeline(model, task.criterion, task.stages(model)) if staged else None
-    validate = _scorer(task, model, team, data.validation)
+    validate = scorer(task, model, team, data.validation)
     judged = -1
     check_noise = checks(task, model, team) if team.goal.gauge else None
     for _ in team.epochs(team.goal.epochs):
@@ -127,7 +131,7 @@ def train(task: Task, team: Team) -> None:
             optimizer.zero_grad()
             batch = on_device(batch, team.device)
             loss = task.loss(model, batch) if step is None else step(*batch)
-            team.reports.last_loss = _finite(loss, team)
+            team.reports.last_loss = finite(loss, team)
             if step is None:
                 loss.backward()
             optimizer.step()
@@ -144,41 +148,10 @@ def train(task: Task, team: Team) -> None:
             team.report(score=validate())
         if team.exhausted:
             break
-    team.notes["test_score"] = team.mean(score=_scorer(task, model, team, data.test)())["score"]
+    team.notes["test_score"] = team.mean(score=scorer(task, model, team, data.test)())["score"]
     if team.folder is not None:
         with team.averaged(model):
             write_model({k: value for k, value in model.state_dict().items() if isinstance(value, Tensor)}, team)
-
-
-def _scorer(task: Task, model: nn.Module, team: Team, data: Dataset[Any]) -> Callable[[], float]:
-    """The function that scores the model on this part of the data."""
-    whole = loader_over(data, task.evaluate_batch, task.collate, shuffle=False)
-    # A worker without examples could not score: then every worker scores all of them.
-    parted = task.score_by_parts and team.size > 1 and size_of(data) >= team.size * 2
-    batches = team.divided(whole) if parted else whole
-
-    def score() -> float:
-        was_training = model.training
-        with team.averaged(model), torch.no_grad():
-            model.eval()
-            value = float(task.score(model, (on_device(batch, team.device) for batch in batches)))
-            model.train(was_training)
-        return value
-
-    return score
-
-
-def _finite(loss: object, team: Team) -> float:
-    if not (isinstance(loss, Tensor) and loss.numel() == 1):  # pyright: ignore[reportUnnecessaryIsInstance]
-        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise TaskError(f"the loss is {shape}, not a tensor of one number. Return a mean over the batch's examples.")
-    value = float(loss.detach())
-    if not math.isfinite(value):
-        raise NonFiniteError(
-            f"worker {team.rank} has a loss of {value} in step {team.step + 1}. Training stops before it can spread; "
-            f"the last checkpoint is from before. A lower learning rate often helps."
-        )
-    return value
 
 
 # -- iterations that are not gradient descent -------------------------------------------------------------------------

@@ -120,6 +120,7 @@ class Load(Struct, frozen=True, tag=True):
     """To a shard: start from these parameters, which are the payload."""
 
     number: int
+    kind: str  # Their type, and that of all registers: float32 or float64.
 
 
 class Read(Struct, frozen=True, tag=True):
@@ -164,6 +165,7 @@ class Ask(Struct, frozen=True, tag=True):
     number: int
     iteration: int
     finished: Finished | None = None
+    dead: tuple[Name, ...] = ()  # Workers that have died, as the members of the run have agreed.
 
 
 class Assigned(Struct, frozen=True, tag=True):
@@ -187,14 +189,8 @@ class IterationEnd(Struct, frozen=True, tag=True):
     handed_out: dict[str, int]  # Portions, by worker.
     duplicated: dict[str, int]  # Those of them that another worker had, too.
     reissued: int  # Portions of dead workers that were handed out again.
+    sent: int = 0  # Bytes that the coordinator has sent and received, all messages as they are on the wire.
+    received: int = 0
 
 
-class Deaths(Struct, frozen=True, tag=True):
-    """From a worker: these are dead, as the members of the run have agreed."""
-
-    workers: tuple[Name, ...]
-
-
-SandblasterMessage = (
-    Batch | Scalars | Load | Read | Values | Gradient | Accepted | Ask | Assigned | IterationEnd | Deaths
-)
+SandblasterMessage = Batch | Scalars | Load | Read | Values | Gradient | Accepted | Ask | Assigned | IterationEnd

@@ -77,6 +77,8 @@ class Result:
     """Under tensor(ways): the share of the parameters that each way holds, which modules are split, and which not."""
     federated: dict[str, Any] = field(default_factory=dict[str, Any])
     """Under federated: rounds; updates that counted, were late, dropped or refused; what clients would send."""
+    sandblaster: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Under sandblaster: iterations, evaluations, portions by worker, and the coordinator's bytes, headers included."""
     warnings: list[str] = field(default_factory=list[str])
     """What worker 0 warned of while it trained, each once."""
     first_batch: str | None = None

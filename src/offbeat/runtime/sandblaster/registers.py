@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offbeat.errors import RunError
+from offbeat.protocols.machine import Payload
 from offbeat.protocols.sandblaster import messages as msg
+from offbeat.protocols.sandblaster import shard
 from offbeat.protocols.sandblaster.pairwise import PairwiseSum
 
 Row = NDArray[Any]
@@ -21,6 +23,23 @@ class Registers:
     def __init__(self) -> None:
         self._rows: dict[str, Row] = {}
         self._sum: PairwiseSum[Row] = PairwiseSum(0, _added)
+
+    def do(self, work: object, token: object = None) -> object:
+        """Do the work of a shard's machine."""
+        del token
+        match work:
+            case shard.CarryOut(commands):
+                return self.carry_out(commands)
+            case shard.AddGradient(portion, gradient):
+                self.gather(portion, np.frombuffer(gradient.handle, dtype=self.row(msg.PARAMETERS).dtype))
+            case shard.LoadParameters(kind, parameters):
+                self.load(np.frombuffer(parameters.handle, dtype=kind))
+            case shard.Fetch(register):
+                row = self.row(register)
+                return Payload(row.nbytes, row)
+            case _:
+                pass
+        return None
 
     def load(self, parameters: Row) -> None:
         """Start from these parameters."""

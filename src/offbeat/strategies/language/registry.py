@@ -25,13 +25,28 @@ from offbeat.strategies.gossip import Gossip
 from offbeat.strategies.hogwild import Hogwild
 from offbeat.strategies.language.fields import shown
 from offbeat.strategies.local import Local
+from offbeat.strategies.sandblaster import Sandblaster
 from offbeat.strategies.server import Server
 from offbeat.strategies.single import Single
 from offbeat.strategies.splitting.pipeline import Pipeline
 from offbeat.strategies.splitting.tensor import TensorParallel
 
 BUILT_IN: Final[tuple[type[Strategy], ...]] = (
-    *(Single, DDP, AllReduce, Server, Coded, Downpour, Elastic, Hogwild, Gossip, Federated, Accumulate, Local),
+    *(
+        Single,
+        DDP,
+        AllReduce,
+        Server,
+        Coded,
+        Downpour,
+        Elastic,
+        Hogwild,
+        Gossip,
+        Federated,
+        Sandblaster,
+        Accumulate,
+        Local,
+    ),
     *COMPRESSORS,
     *(Pipeline, TensorParallel),
 )

@@ -1,0 +1,157 @@
+"""Sandblaster: full-batch L-BFGS whose vectors stay on shards; workers compute gradients of small portions of the data.
+
+Dean et al., "Large Scale Distributed Deep Networks" (2012), section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from torch import nn
+
+from offbeat.errors import StrategyError
+from offbeat.protocols.servers.consistency import Rule
+from offbeat.runtime.groups.coordinated_group import CoordinatedGroup
+from offbeat.runtime.groups.group import Group
+from offbeat.runtime.run.stopwatch import Stopwatch
+from offbeat.runtime.sandblaster.link import ShardLink
+from offbeat.runtime.sandblaster.plan import SandblasterPlan
+from offbeat.strategies._base import Axis, Strategy, Traits
+from offbeat.strategies.worker.exchange import Exchange, Exchanging
+from offbeat.task import AnyTask, IterativeTask
+
+MOST_SHARDS = 256
+MOST_HISTORY = 100
+MOST_PORTIONS = 100_000
+
+
+class LineSearch(StrEnum):
+    """How far to go in a direction."""
+
+    STRONG_WOLFE = "strong_wolfe"  # Until loss and slope have both decreased enough.
+
+
+@dataclass(frozen=True)
+class Sandblaster(Exchanging):
+    """L-BFGS on shards: workers compute gradients of portions of all data, a coordinator commands without any vector.
+
+    A step is an iteration on the whole training part. Idle workers take the next portion, so fast ones compute more;
+    the last portions go to two workers each, and the first answer counts.
+    """
+
+    shards: int = 2
+    """Processes that hold the parameters, the gradients and the history, each a part of all of them."""
+    history: int = 10
+    """Steps, and changes of the gradient over them, that L-BFGS remembers."""
+    line_search: LineSearch = LineSearch.STRONG_WOLFE
+    """How far to go in a direction: strong_wolfe, with the constants of torch.optim.LBFGS."""
+    portions: int = 32
+    """Parts of the training data that are handed out one by one; many more than there are workers."""
+    tolerance: float = 1e-7
+    """The run ends when no number of the gradient is larger."""
+
+    promises = Traits(synchronous=True, exact=True, deterministic=True, elastic=True)
+    examples = ("sandblaster", "sandblaster(shards=4, history=20)", "sandblaster(portions=100)")
+    unplanned = "how many portions each worker computes is decided during the run"
+    _ranges = (
+        ("shards", lambda shards: 1 <= shards <= MOST_SHARDS, f"vectors have 1 to {MOST_SHARDS} shards"),
+        ("history", lambda steps: 1 <= steps <= MOST_HISTORY, f"L-BFGS remembers 1 to {MOST_HISTORY} steps"),
+        ("portions", lambda count: 1 <= count <= MOST_PORTIONS, f"there are 1 to {MOST_PORTIONS:,} portions"),
+        ("tolerance", lambda size: 0 <= size < float("inf"), "the size of a gradient is finite and not negative"),
+    )
+
+    def refuses(self, other: Strategy) -> str | None:
+        """Whatever else decides what is sent or when: a line search needs exact gradients at its own points."""
+        if other.axis is Axis.COMPRESSION:
+            return "a line search compares losses and slopes that compressed gradients would make wrong"
+        if other.axis is Axis.WHEN:
+            return "each evaluation is on all training data, and the line search decides how many there are"
+        if other.axis is Axis.SPLIT:
+            return "each worker computes with the whole model"
+        return None
+
+    def check_hosts(self, hosts: int) -> None:
+        """Refuse several hosts: shards listen in a private folder."""
+        if hosts > 1:
+            raise StrategyError(
+                f"{self} runs on one host: its shards listen in a folder of that host. Put all workers on one host, or "
+                f"use server."
+            )
+
+    def check_task(self, task: AnyTask) -> None:
+        """Refuse tasks without gradients."""
+        if isinstance(task, IterativeTask):
+            raise StrategyError(
+                f"{self} cannot be used with {type(task).__name__}: it has statistics and an update of its own instead "
+                f"of a gradient to follow. Use allreduce or server."
+            )
+
+    def servers(self, workers: int) -> tuple[int, int, Rule] | None:
+        """No servers of the usual kind, but their coordinator, so that live workers go on without the dead."""
+        del workers
+        return 0, 0, Rule(None)
+
+    def plan(self, folder: str) -> SandblasterPlan:
+        """The shards and the coordinator, with sockets in this folder."""
+        return SandblasterPlan(
+            folder=folder,
+            shards=self.shards,
+            portions=self.portions,
+            history=self.history,
+            tolerance=self.tolerance,
+        )
+
+    def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
+        """The worker's side: its connection to the shards."""
+        if not isinstance(group, CoordinatedGroup):
+            raise StrategyError(
+                f"{self} has shards in processes of their own, which only `offbeat run --strategy ...` starts. Start "
+                f"the task that way."
+            )
+        return SandblasterWorker(group, stopwatch, self)
+
+
+class SandblasterWorker(Exchange):
+    """The connection to the shards; the loop itself is `offbeat.worker.sandblaster`."""
+
+    starts_alike = False
+    unpredicted = Sandblaster.unplanned
+
+    def __init__(self, group: CoordinatedGroup, stopwatch: Stopwatch, strategy: Sandblaster) -> None:
+        super().__init__(group, stopwatch)
+        membership = group.membership
+        self.link = ShardLink(strategy.plan(group.client.plan.folder), group.rank, membership.check)
+        self.latest: dict[str, Any] = {}
+        """Figures of the latest iteration."""
+        membership.tell_of_changes(self.link.bury)
+
+    def install(self, model: nn.Module) -> None:
+        """Refuse a loop of the user's own."""
+        del model
+        raise StrategyError(
+            "sandblaster decides itself at which parameters a loss is computed and on which data, so it cannot run "
+            "inside a loop: it needs a task (model, data, criterion), as in `offbeat run mine.py:Task --strategy "
+            "sandblaster`."
+        )
+
+    def weigh(self, examples: int, total: int | None) -> None:
+        """Portions have their weights."""
+
+    def suspend(self, held: bool) -> None:
+        """Gradients go to shards only."""
+
+    def payload(self) -> int:
+        """Bytes of gradients and parameters that this worker has sent to shards."""
+        return self.link.payload
+
+    def figures(self) -> Mapping[str, Any]:
+        """The iteration, the size of the gradient and the evaluations so far."""
+        return self.latest
+
+    def close(self) -> None:
+        """Close the connection."""
+        super().close()
+        self.link.close()

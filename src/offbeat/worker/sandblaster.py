@@ -1,0 +1,167 @@
+"""A worker under `sandblaster`: it computes loss and gradient of portions of the data, and steps are made elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import IterableDataset, Subset
+
+from offbeat.errors import DataError, StrategyError
+from offbeat.protocols.partition import share
+from offbeat.protocols.sandblaster.messages import IterationEnd
+from offbeat.strategies.sandblaster import Sandblaster, SandblasterWorker
+from offbeat.task import AnyTask, Task
+from offbeat.team.team import Team
+from offbeat.worker.model_file import write_model
+from offbeat.worker.score import finite, scorer
+from offbeat.worker.task_data import data_of, loader_over, on_device, size_of
+
+Row = NDArray[Any]
+
+
+def sandblast(task: AnyTask, team: Team) -> None:
+    """Minimize a task's loss on its whole training part, until the target, the optimum or the budget is reached."""
+    strategy = cast("Sandblaster", team.strategy.exchange)
+    strategy.check_task(task)
+    worker, data = cast("SandblasterWorker", team.exchange), data_of(cast("Task", task))
+    portions = PortionGradients(cast("Task", task), team, strategy)
+    model, every = portions.model, cast("Task", task).evaluate_every or 1
+    team.prepare(portions)
+    team.resume()
+    if team.group.membership.leads:
+        worker.link.load(portions.row)
+    team.group.barrier("the sharing of the first parameters")
+    validate = scorer(cast("Task", task), model, team, data.validation)
+    stopped = ""
+    while team.boundary() and not stopped:
+        team.begin_step()
+        with team.stopwatch.spent_on("communicate"):
+            end = worker.link.iterate(portions.row, portions.compute)
+            portions.move(worker.link.read(portions.row))
+            # No worker begins the next iteration while another still reads the parameters of this one.
+            team.group.barrier("the parameters of an iteration")
+        stopped = end.stopped
+        _account(end, team, worker, portions.size)
+        if stopped or team.step % every == 0 or team.exhausted:
+            with team.stopwatch.spent_on("evaluate"):
+                score = validate()
+            team.report(score=score)
+    with team.stopwatch.spent_on("evaluate"):
+        team.notes["test_score"] = team.mean(score=scorer(cast("Task", task), model, team, data.test)())["score"]
+    team.notes["epochs"] = team.step
+    write_model({k: value for k, value in model.state_dict().items() if isinstance(value, Tensor)}, team)
+
+
+def _account(end: IterationEnd, team: Team, worker: SandblasterWorker, examples: int) -> None:
+    """Count an iteration, and keep its figures for metrics and result."""
+    before = cast("Mapping[str, Any]", team.notes.get("sandblaster", {})).get("evaluations", 0)
+    team.ledger.steps += 1
+    team.ledger.samples += examples * (end.evaluations - before)
+    team.reports.last_loss = end.loss
+    worker.latest = {"gradient": end.gradient, "evaluations": end.evaluations}
+    team.notes["sandblaster"] = {
+        "iterations": end.iteration,
+        "evaluations": end.evaluations,
+        "gradient": end.gradient,
+        "stopped": end.stopped,
+        "portions": end.handed_out,
+        "duplicated": end.duplicated,
+        "reissued": end.reissued,
+        "coordinator_bytes": {"sent": end.sent, "received": end.received},
+    }
+
+
+class PortionGradients:
+    """The loss and gradient of portions of the training part, and the parameters for checkpoints."""
+
+    def __init__(self, task: Task, team: Team, strategy: Sandblaster) -> None:
+        self._task, self._team, self._strategy = task, team, strategy
+        self.model = task.model().to(team.device)
+        self._parameters = _checked(self.model, strategy)
+        self._train = data_of(task).train
+        if isinstance(self._train, IterableDataset):
+            raise DataError(f"{strategy} passes over the training data in every evaluation: a stream has no portions.")
+        self.size = size_of(self._train)
+        if self.size < strategy.portions:
+            raise DataError(
+                f"there are {self.size} training examples for {strategy.portions} portions: some would have none. Say "
+                f"portions={self.size} or fewer."
+            )
+        self._batches: dict[int, Any] = {}  # Portions that were computed are kept: they come again.
+        self.row: Row = parameters_to_vector(self._parameters).detach().cpu().numpy()
+
+    def move(self, row: Row) -> None:
+        """Give the model these parameters."""
+        self.row = row.copy()
+        self._put(self.row)
+
+    def compute(self, portion: int, row: Row) -> tuple[float, Row]:
+        """The portion's share of the mean loss over all examples, and of its gradient, at these parameters."""
+        with self._team.stopwatch.spent_on("compute"):
+            self._put(row)
+            start, stop = share(self.size, portion, self._strategy.portions)
+            loss = self._task.loss(self.model, on_device(self._batch(portion, start, stop), self._team.device))
+            weight = (stop - start) / self.size
+            value = finite(loss, self._team) * weight
+            gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            return value, _joined(self._parameters, gradients, weight)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parameters."""
+        return {"parameters": torch.from_numpy(self.row.copy())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from these parameters; the history of L-BFGS begins anew."""
+        self.move(cast("Tensor", state["parameters"]).numpy())
+
+    def _put(self, row: Row) -> None:
+        with torch.no_grad():
+            vector_to_parameters(torch.from_numpy(row).to(self._team.device, copy=True), self._parameters)
+
+    def _batch(self, portion: int, start: int, stop: int) -> Any:
+        if portion not in self._batches:
+            part = Subset(self._train, range(start, stop))
+            (self._batches[portion],) = loader_over(part, stop - start, self._task.collate, shuffle=False)
+        return self._batches[portion]
+
+
+def _joined(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None], weight: float) -> Row:
+    parts = [
+        (torch.zeros_like(parameter) if gradient is None else gradient).reshape(-1)
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+    ]
+    return np.ascontiguousarray((torch.cat(parts) * weight).cpu().numpy())
+
+
+def _checked(model: nn.Module, strategy: Sandblaster) -> list[nn.Parameter]:
+    """The parameters that are trained; refuses models whose loss is not a function of the parameters alone."""
+    for name, module in model.named_modules():
+        share_dropped = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
+        random = isinstance(share_dropped, float) and share_dropped > 0
+        if random or isinstance(module, _NormBase):
+            why = "is random" if random else "depends on which examples are in a batch together"
+            raise StrategyError(
+                f"{strategy} compares the loss at several points, and with {type(module).__name__} ({name!r}) the loss "
+                f"{why}: the line search would follow that instead. Take the module out, or use allreduce."
+            )
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kinds = {str(parameter.dtype) for parameter in parameters}
+    if len(kinds) != 1 or not kinds <= {"torch.float32", "torch.float64"}:
+        raise StrategyError(
+            f"{strategy} keeps parameters as one vector of float32 or of float64, and this model has "
+            f"{', '.join(sorted(kinds)) or 'none that require a gradient'}. Convert it, as by model.float()."
+        )
+    count = sum(parameter.numel() for parameter in parameters)
+    if count < strategy.shards:
+        raise StrategyError(
+            f"{strategy}: {count} parameters cannot be spread over {strategy.shards} shards. Ask for 1."
+        )
+    return parameters
