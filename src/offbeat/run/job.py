@@ -201,7 +201,7 @@ def _in_rounds(strategy: Federated, task: AnyTask, job: Job) -> dict[str, Any]:
 
 
 def _in_iterations(task: AnyTask, job: Job) -> dict[str, Any]:
-    """The budget in iterations, each of which counts as an epoch; refuse replacements, which would begin at the first."""
+    """The budget in iterations, each of which counts as an epoch; refuse replacements of workers."""
     if job.goal.replace:
         raise StrategyError(
             f"--replace {job.goal.replace}: under sandblaster idle workers compute what a dead one leaves, and none "

@@ -20,7 +20,7 @@ class Minimizer:
 
     def __init__(self, optimizer: Lbfgs, shards: int, portions: int, *, backups: bool = True) -> None:
         self.name = msg.MINIMIZER
-        self.traffic = (0, 0)  # Bytes sent and received, by whoever drives it; they go into the results.
+        self.traffic: tuple[int, int] = (0, 0)  # Bytes sent and received, by whoever drives it; they go into the results.
         self.handed_out: Counter[Name] = Counter()
         self.duplicated: Counter[Name] = Counter()
         self.reissued = 0

@@ -39,4 +39,4 @@ def minimize(config: Mapping[str, Any], control: Control) -> None:
     with Endpoint(MINIMIZER, codec, bind=plan.address(MINIMIZER)) as endpoint:
         for name in map(shard_name, range(plan.shards)):
             endpoint.connect(name, plan.address(name))
-        drive(machine, endpoint, lambda work, token: None, until=lambda: False, after=count)
+        drive(machine, endpoint, lambda *_: None, until=lambda: False, after=count)
