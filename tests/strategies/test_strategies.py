@@ -96,7 +96,7 @@ class Mesh(Strategy):
 def test_the_public_names_are_these() -> None:
     classes = {"Strategy", "Setting", "Traits", "Axis", "Combined", "Splitting", "Pipeline", "TensorParallel"}
     classes |= {"Single", "DDP", "AllReduce", "Server", "Coded", "Downpour", "Elastic", "Hogwild", "Accumulate"}
-    classes |= {"Gossip", "Random", "Local", "Nesterov", "OuterSGD"}
+    classes |= {"Gossip", "Random", "Local", "Nesterov", "OuterSGD", "LineSearch", "Sandblaster"}
     classes |= {"BSP", "SSP", "ASP", "DropSlowest", "Deadline"}
     classes |= {"Half", "BFloat", "Quantize", "Sign", "TopK", "Threshold", "RandomK", "LowRank"}
     classes |= {"Exchanging", "Exchange", "Timing", "Pace", "Compressing"}  # what a strategy of one's own is made of
@@ -115,6 +115,7 @@ def test_the_strategies_and_their_aliases_are_these() -> None:
         "hogwild",
         "gossip",
         "federated",
+        "sandblaster",
         "accumulate",
         "local",
         *compressors,

@@ -87,6 +87,8 @@ def _demands(text: str) -> int:
         return {"local(4) + tensor(2)": 11, "server(shards=2) + pipeline(2)": 12}.get(text, 9)  # A death ends them.
     if name in ("downpour", "elastic") or "ssp" in text or "asp" in text:
         return 8  # Who comes first is chance; and a worker that is killed does not end the run.
+    if name == "sandblaster":
+        return 8  # It takes other steps than a plain loop, and a resumed run has no history; no worker has a replica.
     if name == "coded":
         return 11  # As exact as bsp; but the slow leave out steps.
     if name == "server":

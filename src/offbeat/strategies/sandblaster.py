@@ -53,7 +53,7 @@ class Sandblaster(Exchanging):
     tolerance: float = 1e-7
     """The run ends when no number of the gradient is larger."""
 
-    promises = Traits(synchronous=True, exact=True, deterministic=True, elastic=True)
+    promises = Traits(elastic=True)
     examples = ("sandblaster", "sandblaster(shards=4, history=20)", "sandblaster(portions=100)")
     unplanned = "how many portions each worker computes is decided during the run"
     _ranges = (

@@ -90,11 +90,6 @@ class PortionGradients:
         if isinstance(self._train, IterableDataset):
             raise DataError(f"{strategy} passes over the training data in every evaluation: a stream has no portions.")
         self.size = size_of(self._train)
-        if self.size < strategy.portions:
-            raise DataError(
-                f"there are {self.size} training examples for {strategy.portions} portions: some would have none. Say "
-                f"portions={self.size} or fewer."
-            )
         self._batches: dict[int, Any] = {}  # Portions that were computed are kept: they come again.
         self.row: Row = parameters_to_vector(self._parameters).detach().cpu().numpy()
 
@@ -106,8 +101,10 @@ class PortionGradients:
     def compute(self, portion: int, row: Row) -> tuple[float, Row]:
         """The portion's share of the mean loss over all examples, and of its gradient, at these parameters."""
         with self._team.stopwatch.spent_on("compute"):
-            self._put(row)
             start, stop = share(self.size, portion, self._strategy.portions)
+            if start == stop:  # There are more portions than examples.
+                return 0.0, np.zeros_like(row)
+            self._put(row)
             loss = self._task.loss(self.model, on_device(self._batch(portion, start, stop), self._team.device))
             weight = (stop - start) / self.size
             value = finite(loss, self._team) * weight
@@ -162,6 +159,6 @@ def _checked(model: nn.Module, strategy: Sandblaster) -> list[nn.Parameter]:
     count = sum(parameter.numel() for parameter in parameters)
     if count < strategy.shards:
         raise StrategyError(
-            f"{strategy}: {count} parameters cannot be spread over {strategy.shards} shards. Ask for 1."
+            f"{strategy}: {count} parameters cannot be spread over {strategy.shards} shards. WorkRequest for 1."
         )
     return parameters

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from offbeat.protocols.sandblaster.line_search import Trial, strong_wolfe
+from offbeat.protocols.sandblaster.line_search import LineTrial, strong_wolfe
 from offbeat.protocols.sandblaster.messages import (
     PARAMETERS,
     POINT,
@@ -19,7 +19,7 @@ from offbeat.protocols.sandblaster.messages import (
     Axpy,
     Command,
     Copy,
-    Dot,
+    DotProduct,
     Largest,
     Scale,
 )
@@ -90,7 +90,7 @@ class Lbfgs:
             return self._end(0.0, "the direction does not descend any more, up to rounding")
         self.iterations += 1
         first = 1.0 if self.iterations > 1 else min(1.0, 1.0 / absolute)
-        start = Trial(0.0, self._loss, slope, self._gradient)
+        start = LineTrial(0.0, self._loss, slope, self._gradient)
         taken = yield from self._search(start, first, longest)
         change = abs(taken.loss - start.loss)
         yield from self._remember(start, taken)
@@ -117,18 +117,18 @@ class Lbfgs:
         weights: list[float] = []
         commands: list[Command] = [Copy(self._gradient, _DIRECTION), Scale(_DIRECTION, -1.0)]
         for pair in reversed(self._pairs):
-            (product,) = yield [*commands, Dot(f"s{pair.slot}", _DIRECTION)]
+            (product,) = yield [*commands, DotProduct(f"s{pair.slot}", _DIRECTION)]
             weights.append(product * pair.scale)
             commands = [Axpy(_DIRECTION, -weights[-1], f"y{pair.slot}")]
         commands.append(Scale(_DIRECTION, self._diagonal))
         for pair, weight in zip(self._pairs, reversed(weights), strict=True):
-            (product,) = yield [*commands, Dot(f"y{pair.slot}", _DIRECTION)]
+            (product,) = yield [*commands, DotProduct(f"y{pair.slot}", _DIRECTION)]
             commands = [Axpy(_DIRECTION, weight - product * pair.scale, f"s{pair.slot}")]
-        wanted = [Dot(self._gradient, _DIRECTION), Largest(_DIRECTION), AbsoluteSum(self._gradient)]
+        wanted = [DotProduct(self._gradient, _DIRECTION), Largest(_DIRECTION), AbsoluteSum(self._gradient)]
         slope, longest, absolute = yield [*commands, *wanted]
         return slope, longest, absolute
 
-    def _search(self, start: Trial, first: float, longest: float) -> Generator[Request, Answer, Trial]:
+    def _search(self, start: LineTrial, first: float, longest: float) -> Generator[Request, Answer, LineTrial]:
         """The line search. A trial's gradient goes to a register that neither start nor interval has."""
         search = strong_wolfe(start, first, longest, self._least_change)
         probe = next(search)
@@ -136,13 +136,13 @@ class Lbfgs:
             yield [Copy(PARAMETERS, POINT), Axpy(POINT, probe.step, _DIRECTION)]
             register = next(name for name in _GRADIENTS if name not in {trial.gradient for trial in probe.kept})
             loss = yield from self._evaluate(register)
-            (slope,) = yield [Dot(register, _DIRECTION)]
+            (slope,) = yield [DotProduct(register, _DIRECTION)]
             try:
-                probe = search.send(Trial(probe.step, loss, slope, register))
+                probe = search.send(LineTrial(probe.step, loss, slope, register))
             except StopIteration as end:
                 return end.value
 
-    def _remember(self, start: Trial, taken: Trial) -> Generator[Request, Answer, None]:
+    def _remember(self, start: LineTrial, taken: LineTrial) -> Generator[Request, Answer, None]:
         """Move to the new parameters, and add the step and the change of the gradient to the history."""
         slot = next(n for n in range(self._history + 1) if n not in {pair.slot for pair in self._pairs})
         step, change = f"s{slot}", f"y{slot}"
@@ -152,8 +152,8 @@ class Lbfgs:
             Axpy(PARAMETERS, taken.step, _DIRECTION),
             Copy(taken.gradient, change),
             Axpy(change, -1.0, start.gradient),
-            Dot(change, step),
-            Dot(change, change),
+            DotProduct(change, step),
+            DotProduct(change, change),
             Largest(taken.gradient),
         ]
         if curvature > _LEAST_CURVATURE:

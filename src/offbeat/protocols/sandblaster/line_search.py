@@ -19,7 +19,7 @@ MOST_TRIALS = 25
 
 
 @dataclass(frozen=True)
-class Trial:
+class LineTrial:
     """The loss along the line at one step."""
 
     step: float
@@ -30,20 +30,20 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Probe:
+class StepToTry:
     """A step to try, and the trials whose gradients may still be taken."""
 
     step: float
-    kept: tuple[Trial, ...]
+    kept: tuple[LineTrial, ...]
 
 
-Search = Generator[Probe, Trial, Trial]
+Search = Generator[StepToTry, LineTrial, LineTrial]
 """Yields steps to try, and returns the trial to take."""
 
 
-def strong_wolfe(start: Trial, step: float, direction: float, tolerance: float) -> Search:
+def strong_wolfe(start: LineTrial, step: float, direction: float, tolerance: float) -> Search:
     """The search from `start` in a direction whose largest number is `direction`."""
-    previous, trial, trials = start, (yield Probe(step, (start,))), 0
+    previous, trial, trials = start, (yield StepToTry(step, (start,))), 0
     while trials < MOST_TRIALS:
         if _is_flat(trial, start) and not _is_worse(trial, previous, start, trials):
             return trial
@@ -51,22 +51,24 @@ def strong_wolfe(start: Trial, step: float, direction: float, tolerance: float) 
             return (yield from _zoom(start, (previous, trial), trials, direction, tolerance))
         longer = trial.step + 0.01 * (trial.step - previous.step)
         following = cubic_minimum(previous, trial, longer, trial.step * 10)
-        previous, trial = trial, (yield Probe(following, (start, trial)))
+        previous, trial = trial, (yield StepToTry(following, (start, trial)))
         trials += 1
     return min(start, trial, key=lambda end: end.loss)
 
 
-def _is_worse(trial: Trial, previous: Trial, start: Trial, trials: int) -> bool:
+def _is_worse(trial: LineTrial, previous: LineTrial, start: LineTrial, trials: int) -> bool:
     return _too_long(trial, start) or (trials > 1 and trial.loss >= previous.loss)
 
 
-def _zoom(start: Trial, ends: tuple[Trial, Trial], trials: int, direction: float, tolerance: float) -> Search:
+def _zoom(
+    start: LineTrial, ends: tuple[LineTrial, LineTrial], trials: int, direction: float, tolerance: float
+) -> Search:
     """Narrow an interval that has a step which satisfies both conditions; `ends` are its ends, in any order."""
     low, high = sorted(ends, key=lambda end: end.loss)
     cramped = False
     while trials < MOST_TRIALS and abs(high.step - low.step) * direction >= tolerance:
         step, cramped = _inside(low, high, cramped)
-        trial = yield Probe(step, (start, low, high))
+        trial = yield StepToTry(step, (start, low, high))
         trials += 1
         if _too_long(trial, start) or trial.loss >= low.loss:
             low, high = (low, trial) if low.loss <= trial.loss else (trial, low)
@@ -77,7 +79,7 @@ def _zoom(start: Trial, ends: tuple[Trial, Trial], trials: int, direction: float
     return low
 
 
-def _inside(low: Trial, high: Trial, cramped: bool) -> tuple[float, bool]:
+def _inside(low: LineTrial, high: LineTrial, cramped: bool) -> tuple[float, bool]:
     """The next step in an interval, and whether it is close to one of the ends; twice in a row it may not be."""
     left, right = sorted((low, high), key=lambda end: end.step)
     step = cubic_minimum(left, right, left.step, right.step)
@@ -89,15 +91,15 @@ def _inside(low: Trial, high: Trial, cramped: bool) -> tuple[float, bool]:
     return (right.step - margin if right.step - step < step - left.step else left.step + margin), False
 
 
-def _too_long(trial: Trial, start: Trial) -> bool:
+def _too_long(trial: LineTrial, start: LineTrial) -> bool:
     return trial.loss > start.loss + DECREASE * trial.step * start.slope
 
 
-def _is_flat(trial: Trial, start: Trial) -> bool:
+def _is_flat(trial: LineTrial, start: LineTrial) -> bool:
     return abs(trial.slope) <= -CURVATURE * start.slope
 
 
-def cubic_minimum(one: Trial, other: Trial, least: float, most: float) -> float:
+def cubic_minimum(one: LineTrial, other: LineTrial, least: float, most: float) -> float:
     """The minimum, between two bounds, of the cubic with these losses and slopes; their middle if it has none."""
     left, right = (one, other) if one.step <= other.step else (other, one)
     width = right.step - left.step

@@ -27,7 +27,7 @@ def shard_name(shard: int) -> Name:
     return f"shard {shard}"
 
 
-class Dot(Struct, frozen=True, tag="dot", array_like=True):
+class DotProduct(Struct, frozen=True, tag="dot", array_like=True):
     """The dot product of two registers: a number."""
 
     left: str
@@ -88,8 +88,8 @@ class Gathered(Struct, frozen=True, tag="gathered", array_like=True):
     into: str
 
 
-Command = Dot | AbsoluteSum | Largest | Copy | Scale | Axpy | Multiply | Gather | Gathered
-Reduction = Dot | AbsoluteSum | Largest
+Command = DotProduct | AbsoluteSum | Largest | Copy | Scale | Axpy | Multiply | Gather | Gathered
+Reduction = DotProduct | AbsoluteSum | Largest
 
 
 def reduced(commands: Sequence[Command], parts: Sequence[Sequence[float]]) -> tuple[float, ...]:
@@ -102,7 +102,7 @@ def reduced(commands: Sequence[Command], parts: Sequence[Sequence[float]]) -> tu
     )
 
 
-class Batch(Struct, frozen=True, tag=True):
+class CommandBatch(Struct, frozen=True, tag=True):
     """To a shard: carry out these commands in order, and answer with the numbers that they give."""
 
     number: int
@@ -116,7 +116,7 @@ class Scalars(Struct, frozen=True, tag=True):
     values: tuple[float, ...]
 
 
-class Load(Struct, frozen=True, tag=True):
+class LoadVector(Struct, frozen=True, tag=True):
     """To a shard: start from these parameters, which are the payload."""
 
     number: int
@@ -151,7 +151,7 @@ class Accepted(Struct, frozen=True, tag=True):
     number: int
 
 
-class Finished(Struct, frozen=True):
+class FinishedPortion(Struct, frozen=True):
     """A portion whose gradient every shard has, with its share of the loss."""
 
     evaluation: int
@@ -159,12 +159,12 @@ class Finished(Struct, frozen=True):
     loss: float
 
 
-class Ask(Struct, frozen=True, tag=True):
+class WorkRequest(Struct, frozen=True, tag=True):
     """From a worker: what it has finished, if anything; it is idle and wants this iteration to end."""
 
     number: int
     iteration: int
-    finished: Finished | None = None
+    finished: FinishedPortion | None = None
     dead: tuple[Name, ...] = ()  # Workers that have died, as the members of the run have agreed.
 
 
@@ -193,4 +193,6 @@ class IterationEnd(Struct, frozen=True, tag=True):
     received: int = 0
 
 
-SandblasterMessage = Batch | Scalars | Load | Read | Values | Gradient | Accepted | Ask | Assigned | IterationEnd
+SandblasterMessage = (
+    CommandBatch | Scalars | LoadVector | Read | Values | Gradient | Accepted | WorkRequest | Assigned | IterationEnd
+)

@@ -20,7 +20,10 @@ class Minimizer:
 
     def __init__(self, optimizer: Lbfgs, shards: int, portions: int, *, backups: bool = True) -> None:
         self.name = msg.MINIMIZER
-        self.traffic: tuple[int, int] = (0, 0)  # Bytes sent and received, by whoever drives it; they go into the results.
+        self.traffic: tuple[int, int] = (
+            0,
+            0,
+        )  # Bytes sent and received, by whoever drives it; they go into the results.
         self.handed_out: Counter[Name] = Counter()
         self.duplicated: Counter[Name] = Counter()
         self.reissued = 0
@@ -33,9 +36,9 @@ class Minimizer:
         self._evaluation = 0
         self._work: Portions | None = None  # Its portions, once shards add up gradients.
         self._losses: dict[int, float] = {}
-        self._batch = msg.Batch(0, ())
+        self._batch = msg.CommandBatch(0, ())
         self._answers: dict[Name, tuple[float, ...]] = {}
-        self._asks: dict[Name, msg.Ask] = {}  # The latest of each worker.
+        self._asks: dict[Name, msg.WorkRequest] = {}  # The latest of each worker.
         self._replies: dict[Name, msg.Assigned | msg.IterationEnd] = {}
         self._dead: set[Name] = set()
         self._out = Effects()
@@ -50,7 +53,7 @@ class Minimizer:
         del now
         self._out = Effects()
         match event:
-            case Received(sender, msg.Ask() as ask):
+            case Received(sender, msg.WorkRequest() as ask):
                 self._ask(sender, ask)
             case Received(sender, msg.Scalars(number, values)) if number == self._batch.number:
                 if sender in self._shards and sender not in self._answers:
@@ -68,7 +71,7 @@ class Minimizer:
     # Shards.
 
     def _command(self, commands: Sequence[msg.Command]) -> None:
-        self._batch = msg.Batch(self._batch.number + 1, tuple(commands))
+        self._batch = msg.CommandBatch(self._batch.number + 1, tuple(commands))
         self._answers = {}
         self._send_batch()
 
@@ -110,7 +113,7 @@ class Minimizer:
 
     # Workers.
 
-    def _ask(self, worker: Name, ask: msg.Ask) -> None:
+    def _ask(self, worker: Name, ask: msg.WorkRequest) -> None:
         self._bury(ask.dead)
         known = self._asks.get(worker)
         if known is not None and ask.number <= known.number:
@@ -167,7 +170,7 @@ class Minimizer:
         self._replies[worker] = reply
         self._out.send(worker, reply, NOTHING)
 
-    def _end(self, ask: msg.Ask) -> msg.IterationEnd:
+    def _end(self, ask: msg.WorkRequest) -> msg.IterationEnd:
         last = self._last or Iteration(0, math.nan, math.nan, 0.0, 0)
         return msg.IterationEnd(
             number=ask.number,

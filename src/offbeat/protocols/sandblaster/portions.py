@@ -45,7 +45,7 @@ class Portions:
             return False
         self._finished.add(portion)
         self._holders.pop(portion, None)
-        if portion in self._waiting:  # Finished by a worker that was thought to be dead.
+        if portion in self._waiting:  # FinishedPortion by a worker that was thought to be dead.
             self._waiting.remove(portion)
         return True
 

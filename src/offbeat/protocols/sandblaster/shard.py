@@ -31,7 +31,7 @@ class AddGradient(Struct, frozen=True):
     gradient: Payload
 
 
-class Fetch(Struct, frozen=True):
+class FetchRegister(Struct, frozen=True):
     """Work: the result is a register, as a payload."""
 
     register: str
@@ -57,9 +57,9 @@ class VectorShard:
         del now
         out = Effects()
         match event:
-            case Received(sender, msg.Batch() as batch):
+            case Received(sender, msg.CommandBatch() as batch):
                 self._carry_out(sender, batch, out)
-            case Received(sender, msg.Load(number, kind), payload):
+            case Received(sender, msg.LoadVector(number, kind), payload):
                 if (sender, number) not in self._loaded:
                     self._loaded.add((sender, number))
                     out.start(LoadParameters(kind, payload))
@@ -80,7 +80,7 @@ class VectorShard:
                 pass
         return out.done
 
-    def _carry_out(self, sender: Name, batch: msg.Batch, out: Effects) -> None:
+    def _carry_out(self, sender: Name, batch: msg.CommandBatch, out: Effects) -> None:
         if batch.number == self._reply.number:
             out.send(sender, self._reply)
         if batch.number <= self._batch:
@@ -95,8 +95,8 @@ class VectorShard:
 
     def _read(self, sender: Name, read: msg.Read, out: Effects) -> None:
         if read.evaluation < 0:
-            out.start(Fetch(msg.PARAMETERS), ("read", sender, read.number))
+            out.start(FetchRegister(msg.PARAMETERS), ("read", sender, read.number))
         elif read.evaluation == self._evaluation:
-            out.start(Fetch(msg.POINT), ("read", sender, read.number))
+            out.start(FetchRegister(msg.POINT), ("read", sender, read.number))
         else:
             out.send(sender, msg.Values(read.number, stale=True), NOTHING)

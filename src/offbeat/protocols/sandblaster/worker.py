@@ -61,7 +61,7 @@ class PortionWorker:
     def load(self, kind: str, parts: Sequence[Payload]) -> Sequence[Effect]:
         """Send parameters of this type to the shards; `Ready` follows."""
         self._out = Effects()
-        loads = {shard: (msg.Load, part) for shard, part in zip(self._shards, parts, strict=True)}
+        loads = {shard: (msg.LoadVector, part) for shard, part in zip(self._shards, parts, strict=True)}
         self._assigned = None
         self._request(loads, kind=kind)
         return self._out.done
@@ -108,15 +108,15 @@ class PortionWorker:
 
     def _send(self) -> None:
         for name, (message, payload) in self._open.items():
-            asks = isinstance(message, msg.Ask) and message.dead != self._dead
+            asks = isinstance(message, msg.WorkRequest) and message.dead != self._dead
             self._out.send(name, _with_dead(message, self._dead) if asks else message, payload)
         if self._open:
             self._out.timer(RETRY, ("request", self._number))
 
-    def _ask(self, finished: msg.Finished | None = None) -> None:
+    def _ask(self, finished: msg.FinishedPortion | None = None) -> None:
         self._assigned = None
         self._request(
-            {msg.MINIMIZER: (msg.Ask, NOTHING)}, iteration=self._iteration, finished=finished, dead=self._dead
+            {msg.MINIMIZER: (msg.WorkRequest, NOTHING)}, iteration=self._iteration, finished=finished, dead=self._dead
         )
 
     def _answered(self, sender: Name, message: Any, payload: Payload) -> None:
@@ -166,8 +166,8 @@ class PortionWorker:
         if (assigned := self._assigned) is None:
             self._out.start(Ready())
         else:
-            self._ask(msg.Finished(assigned.evaluation, assigned.portion, self._loss))
+            self._ask(msg.FinishedPortion(assigned.evaluation, assigned.portion, self._loss))
 
 
-def _with_dead(ask: msg.Ask, dead: tuple[Name, ...]) -> msg.Ask:
-    return msg.Ask(ask.number, ask.iteration, ask.finished, dead)
+def _with_dead(ask: msg.WorkRequest, dead: tuple[Name, ...]) -> msg.WorkRequest:
+    return msg.WorkRequest(ask.number, ask.iteration, ask.finished, dead)

@@ -18,7 +18,7 @@ Row = NDArray[Any]
 
 
 class Registers:
-    """One shard's part of every vector. Dot products are summed in float64, whatever the vectors are of."""
+    """One shard's part of every vector. DotProduct products are summed in float64, whatever the vectors are of."""
 
     def __init__(self) -> None:
         self._rows: dict[str, Row] = {}
@@ -34,7 +34,7 @@ class Registers:
                 self.gather(portion, np.frombuffer(gradient.handle, dtype=self.row(msg.PARAMETERS).dtype))
             case shard.LoadParameters(kind, parameters):
                 self.load(np.frombuffer(parameters.handle, dtype=kind))
-            case shard.Fetch(register):
+            case shard.FetchRegister(register):
                 row = self.row(register)
                 return Payload(row.nbytes, row)
             case _:
@@ -62,7 +62,7 @@ class Registers:
 
     def _carry_out(self, command: msg.Command) -> float | None:
         match command:
-            case msg.Dot(left, right):
+            case msg.DotProduct(left, right):
                 return float(np.dot(*(self.row(name).astype(np.float64, copy=False) for name in (left, right))))
             case msg.AbsoluteSum(name):
                 return float(np.abs(self.row(name)).sum(dtype=np.float64))

@@ -1,0 +1,109 @@
+"""Runs of sandblaster on real processes: torch's iterates, dead workers, portions that fail, and the coordinator's bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sandblaster_tasks import Exact, Wide
+
+from offbeat.errors import StrategyError, WorkerError
+from offbeat.run.drive import fit
+from offbeat.runtime.launch import Launcher
+from offbeat.runtime.run.folder import MODEL_FILE
+from offbeat.runtime.run.result import Result
+from offbeat.tasks.logistic import Logistic
+from offbeat.tasks.mixture import Mixture
+
+pytestmark = pytest.mark.slow
+STRATEGY = "sandblaster(shards=2, portions=12)"
+
+
+def weights(result: Result) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in load_file(result.run / MODEL_FILE).values()])
+
+
+def by_torch(task: Exact, iterations: int) -> torch.Tensor:
+    model, (batch,) = task.model(), [task.data().train.tensors]
+    solver = torch.optim.LBFGS(
+        model.parameters(), max_iter=iterations, max_eval=1000, history_size=10, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> torch.Tensor:
+        solver.zero_grad()
+        loss = task.loss(model, batch)
+        loss.backward()
+        return loss
+
+    solver.step(closure)
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize(("workers", "steps"), [(1, 3), (2, 20)])
+def test_iterates_are_those_of_torch(workers: int, steps: int, tmp_path: Path, launcher: Launcher) -> None:
+    result = fit(Exact(), STRATEGY, workers=workers, steps=steps, out=tmp_path, launcher=launcher)
+    figures = result.sandblaster
+    assert figures["iterations"] == steps or figures["stopped"]
+    assert (weights(result) - by_torch(Exact(), figures["iterations"])).abs().max() < 1e-6
+    assert sum(figures["portions"].values()) >= 12 * figures["evaluations"]
+    assert result.bytes_sent > 0
+
+
+def test_a_dead_workers_portions_are_handed_out_again(tmp_path: Path, launcher: Launcher) -> None:
+    disturbed: dict[str, Any] = {"fault": "kill", "folder": str(tmp_path)}
+    result = fit(Exact(**disturbed), STRATEGY, workers=2, steps=8, out=tmp_path / "runs", launcher=launcher)
+    assert (tmp_path / "died").exists()
+    assert result.steps == 8
+    undisturbed = fit(Exact(), STRATEGY, workers=2, steps=8, out=tmp_path / "runs", launcher=launcher)
+    assert torch.equal(weights(result), weights(undisturbed))
+
+
+def test_a_portion_that_always_fails_ends_the_run_with_its_traceback(tmp_path: Path, launcher: Launcher) -> None:
+    with pytest.raises(WorkerError, match="this portion always fails") as caught:
+        fit(Exact(fault="raise"), STRATEGY, workers=2, steps=8, out=tmp_path, launcher=launcher)
+    assert "sandblaster_tasks.py" in caught.value.remote_traceback
+
+
+def test_the_coordinators_bytes_do_not_depend_on_the_size_of_the_model(tmp_path: Path, launcher: Launcher) -> None:
+    traffic: list[float] = []
+    for features in (100, 100_000):
+        task = Exact(examples=24, features=features)
+        result = fit(task, STRATEGY, workers=2, steps=6, out=tmp_path, launcher=launcher)
+        sent = result.sandblaster["coordinator_bytes"]
+        traffic.append((sent["sent"] + sent["received"]) / result.sandblaster["iterations"])
+    assert max(traffic) < 20_000, traffic
+
+
+def test_a_run_resumes_from_its_parameters(tmp_path: Path, launcher: Launcher) -> None:
+    first = fit(Exact(), STRATEGY, workers=2, steps=4, out=tmp_path, launcher=launcher)
+    second = fit(Exact(), resume=first.run, steps=14, launcher=launcher)
+    assert second.steps == 14 or second.sandblaster["stopped"]
+    assert second.score is not None and first.score is not None
+    assert second.score > first.score
+
+
+def test_it_reaches_the_optimum_of_the_bundled_task(tmp_path: Path, launcher: Launcher) -> None:
+    result = fit(Logistic(), "sandblaster", workers=2, target=-1e-3, out=tmp_path, launcher=launcher)
+    assert result.reached_target
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (Wide(layer="dropout"), "is random"),
+        (Wide(layer="norm"), "which examples are in a batch together"),
+        (Exact(features=1), "cannot be spread over 2 shards"),
+        (Mixture(), "instead of a gradient"),
+    ],
+)
+def test_what_a_line_search_cannot_follow_is_refused(task: Any, words: str, tmp_path: Path, launcher: Launcher) -> None:
+    with pytest.raises(StrategyError, match=words):
+        fit(task, STRATEGY, workers=1, steps=2, out=tmp_path, launcher=launcher)
+
+
+def test_replacements_are_refused(tmp_path: Path, launcher: Launcher) -> None:
+    with pytest.raises(StrategyError, match="--replace"):
+        fit(Exact(), STRATEGY, workers=2, steps=2, replace=1, out=tmp_path, launcher=launcher)
