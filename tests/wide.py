@@ -12,6 +12,7 @@ import re
 _PATTERNS = (
     r"test_pipeline_proofs\.py::test_every_schedule_is_proved_for_all.*\[(?!3\])",
     r"test_pipeline_proofs\.py::test_the_bubble_is_the_formulas_for_many.*\[(?!3\])",
+    r"test_sandblaster_faults\.py::test_fifty.*\[(?![01]\])",
     r"chaos/random_faults\.py::.*\[(?!1000\])",
     r"chaos/stage_faults\.py::.*\[(?![01]\])",
     r"chaos/snapshots\.py::.*\[\d-25\]",

@@ -1,4 +1,4 @@
-"""Runs of sandblaster on real processes: torch's iterates, dead workers, portions that fail, and the coordinator's bytes."""
+"""Runs of sandblaster on real processes: torch's iterates, dead workers, failing portions, the coordinator's bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from safetensors.torch import load_file
 from sandblaster_tasks import Exact, Wide
 
 from offbeat.errors import StrategyError, WorkerError
-from offbeat.run.drive import fit
+from offbeat.run.drive import drive, fit
+from offbeat.run.job import Job, target_of
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.runtime.run.result import Result
+from offbeat.runtime.run.settings import Goal
+from offbeat.strategies import parse
 from offbeat.tasks.logistic import Logistic
 from offbeat.tasks.mixture import Mixture
 
@@ -81,7 +84,8 @@ def test_a_run_resumes_from_its_parameters(tmp_path: Path, launcher: Launcher) -
     first = fit(Exact(), STRATEGY, workers=2, steps=4, out=tmp_path, launcher=launcher)
     second = fit(Exact(), resume=first.run, steps=14, launcher=launcher)
     assert second.steps == 14 or second.sandblaster["stopped"]
-    assert second.score is not None and first.score is not None
+    assert second.score is not None
+    assert first.score is not None
     assert second.score > first.score
 
 
@@ -102,6 +106,38 @@ def test_it_reaches_the_optimum_of_the_bundled_task(tmp_path: Path, launcher: La
 def test_what_a_line_search_cannot_follow_is_refused(task: Any, words: str, tmp_path: Path, launcher: Launcher) -> None:
     with pytest.raises(StrategyError, match=words):
         fit(task, STRATEGY, workers=1, steps=2, out=tmp_path, launcher=launcher)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("sandblaster(shards=0)", "1 to 256 shards"),
+        ("sandblaster(history=0)", "1 to 100 steps"),
+        ("sandblaster(portions=0)", "1 to 100,000 portions"),
+        ("sandblaster(tolerance=-1)", "not negative"),
+        ("sandblaster(line_search=armijo)", "strong_wolfe"),
+        ("sandblaster + topk(0.1)", "slopes that compressed gradients would make wrong"),
+        ("sandblaster + local(4)", "on all training data"),
+        ("sandblaster + pipeline(2)", "the whole model"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_as_text(text: str, words: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        parse(text)
+    assert words in str(caught.value)
+
+
+def test_a_loop_of_ones_own_is_refused(tmp_path: Path, launcher: Launcher) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(
+        "import offbeat, torch\n"
+        "with offbeat.init() as team:\n"
+        "    model = torch.nn.Linear(2, 1)\n"
+        "    team.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+    )
+    job = Job(target_of(script), Goal(strategy="sandblaster"), 1, out=tmp_path)
+    with pytest.raises(StrategyError, match="cannot run inside a loop"):
+        drive(job, launcher=launcher)
 
 
 def test_replacements_are_refused(tmp_path: Path, launcher: Launcher) -> None:

@@ -68,9 +68,7 @@ def evaluation_seconds(
 ) -> float:
     """Mean virtual seconds of an evaluation that is `seconds` of work, with worker 0 paused for a share of the time."""
     shards = 2
-    machines = [
-        _Computing(rank, shards, seconds / portions, paused if rank == 0 else 0.0) for rank in range(workers)
-    ]
+    machines = [_Computing(rank, shards, seconds / portions, paused if rank == 0 else 0.0) for rank in range(workers)]
     ends: list[float] = []
     longest = 10.0 * seconds * evaluations
     stops = [Stop(worker_name(0), n * PERIOD, paused * PERIOD) for n in range(int(longest / PERIOD)) if paused]

@@ -1,4 +1,4 @@
-"""Sandblaster's machines in virtual time: the same result whatever is lost, late, stopped or dead; and what it costs."""
+"""Sandblaster's machines in virtual time: the same bits whatever is lost, late, stopped or dead; and what that costs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from offbeat.protocols.sandblaster.worker import Compute, Computed, PortionWorke
 from offbeat.protocols.servers.messages import worker_name
 from offbeat.runtime.sandblaster.registers import Registers
 from offbeat.simulate.machines import Kill, LossyNetwork, Simulation, Stop
+from offbeat.simulate.sandblaster import evaluation_seconds
 
 FEATURES, EXAMPLES, SHARDS = 6, 24, 2
 
@@ -31,14 +32,12 @@ class Run:
         workers: int = 3,
         portions: int = 6,
         iterations: int = 4,
-        backups: bool = True,
-        cost: float = 0.0,
         **simulated: Any,
     ) -> None:
         source = np.random.default_rng(1)
         self.inputs, self.wanted = source.normal(size=(EXAMPLES, FEATURES)), source.normal(size=EXAMPLES)
-        self.portions, self.iterations, self.cost = portions, iterations, cost
-        self.minimizer = Minimizer(Lbfgs(5), SHARDS, portions, backups=backups)
+        self.portions, self.iterations = portions, iterations
+        self.minimizer = Minimizer(Lbfgs(5), SHARDS, portions)
         self.workers = [PortionWorker(worker_name(n), SHARDS) for n in range(workers)]
         self.rows = [np.zeros(FEATURES) for _ in range(workers)]
         self.registers = [Registers() for _ in range(SHARDS)]
@@ -132,3 +131,11 @@ def test_portions_of_a_dead_worker_are_handed_out_again() -> None:
     run = Run(workers=2, portions=8, faults=[Kill(worker_name(1), 0.0085, seen_after=0.1)])
     assert run.finish().tobytes() == Run(workers=2, portions=8).finish().tobytes()
     assert run.minimizer.handed_out[worker_name(1)] > 0
+
+
+def test_a_worker_paused_two_fifths_of_the_time_costs_little_with_portions_and_much_without() -> None:
+    paused, calm = (evaluation_seconds(4, 64, 4.0, paused=share) for share in (0.4, 0.0))
+    assert 1.1 < paused / calm <= 1.15  # A tenth of the capacity is gone.
+    paused, calm = (evaluation_seconds(4, 4, 4.0, paused=share, backups=False) for share in (0.4, 0.0))
+    assert 1.6 < paused / calm < 1.7
+    assert calm >= 1.0
