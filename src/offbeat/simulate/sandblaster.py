@@ -9,7 +9,7 @@ from offbeat.protocols.machine import Effect, Event, Payload, SetTimer, Start, T
 from offbeat.protocols.sandblaster.lbfgs import Answer, Evaluate, Iteration, Lbfgs, Request
 from offbeat.protocols.sandblaster.messages import MINIMIZER
 from offbeat.protocols.sandblaster.minimizer import Minimizer
-from offbeat.protocols.sandblaster.shard import CarryOut, FetchRegister, VectorShard
+from offbeat.protocols.sandblaster.shard import FetchRegister, VectorShard
 from offbeat.protocols.sandblaster.worker import Compute, Computed, PortionWorker, Ready
 from offbeat.protocols.servers.messages import worker_name
 from offbeat.simulate.machines import LossyNetwork, Simulation, Stop
@@ -80,7 +80,7 @@ def evaluation_seconds(
             ends.append(simulation.now)
         if isinstance(item, Compute):
             return Computed(0.0, [empty] * shards)
-        return {CarryOut: (), FetchRegister: empty}.get(type(item))
+        return empty if isinstance(item, FetchRegister) else ()
 
     holders = [VectorShard(shard) for shard in range(shards)]
     names = [machine.name for machine in (*machines, *holders)]

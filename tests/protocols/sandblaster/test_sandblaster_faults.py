@@ -1,4 +1,4 @@
-"""Sandblaster's machines in virtual time: the same bits whatever is lost, late, stopped or dead; and what that costs."""
+"""Sandblaster's machines in virtual time: the same bits whatever is lost, stopped or dead, and what that costs."""
 
 from __future__ import annotations
 

@@ -39,4 +39,9 @@ def minimize(config: Mapping[str, Any], control: Control) -> None:
     with Endpoint(MINIMIZER, codec, bind=plan.address(MINIMIZER)) as endpoint:
         for name in map(shard_name, range(plan.shards)):
             endpoint.connect(name, plan.address(name))
-        drive(machine, endpoint, lambda *_: None, until=lambda: False, after=count)
+        drive(machine, endpoint, _no_work, until=lambda: False, after=count)
+
+
+def _no_work(work: Any, token: Any) -> None:
+    """The coordinator computes nothing outside its machine."""
+    del work, token
