@@ -174,7 +174,6 @@ def test_a_masked_update_looks_unlike_the_update() -> None:
         ("federated(secure=True, algorithm=scaffold)", "control variates have no bound"),
         ("federated(secure=True, robust=krum(2))", "cannot see which update is unlike the others"),
         ("federated(secure=True, robust=median)", "cannot see which update is unlike the others"),
-        ("federated(secure=True, privacy=privacy(noise=1, delta=1e-3))", "its noise is added to a sum"),
         ("federated(secure=True, clients=10)", "1 are selected: of two, each would learn the other's update"),
         ("federated(secure=True, over=2)", "secure=True needs 14, more than two thirds"),
         ("federated(secure=True, dropout=0.4)", "leaves 6 of 10 clients on average"),

@@ -105,6 +105,7 @@ class Federated(Exchanging):
         "federated(algorithm=fedbuff(10), speeds=lognormal(sigma=0.8))",
         "federated(clients=1000, fraction=0.05, privacy=privacy(epsilon=8, delta=1e-4))",
         "federated(clients=100, fraction=0.2, over=1.2, secure=True)",
+        "federated(clients=200, fraction=0.2, secure=True, privacy=privacy(epsilon=8, delta=1e-3))",
         "federated + quantize(8)",
     )
     carries = True
@@ -211,7 +212,6 @@ class Federated(Exchanging):
                 self.robust if self.robust is not None and self.robust.needs_single_updates else None,
                 "the server cannot see which update is unlike the others. Use normbound, or omit one of them",
             ),
-            ("privacy", self.privacy, "its noise is added to a sum of updates that the server has clipped. Omit one"),
         )
         for name, value, why in refused:
             require(value is None, self, "secure", True, f"it cannot go with {name}={value}: {why}")
@@ -293,7 +293,13 @@ class Federated(Exchanging):
         if (privacy := self.privacy) is None:
             return None
         return PrivacyTerms(
-            self.clients, self.fraction, privacy.delta, privacy.clip, noise=privacy.noise, limit=privacy.limit
+            self.clients,
+            self.fraction,
+            privacy.delta,
+            privacy.clip,
+            noise=privacy.noise,
+            limit=privacy.limit,
+            participants_known=self.secure,
         )
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:

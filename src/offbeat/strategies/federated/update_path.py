@@ -13,6 +13,7 @@ from offbeat.runtime.federated.client_state import ClientState
 from offbeat.runtime.federated.flat_model import FlatModel
 from offbeat.runtime.federated.noise import SeededNoise
 from offbeat.runtime.federated.privacy import PrivateMean
+from offbeat.runtime.federated.private_secure_mean import PrivateSecureMean
 from offbeat.runtime.federated.secure_mean import SecureMean
 from offbeat.strategies._base import Combined
 from offbeat.strategies.compressors import Compressing
@@ -90,7 +91,10 @@ def aggregation(strategy: Combined, layout: UpdateLayout, seed: int) -> Aggregat
                 f"statistics of batch normalization: clients send them as well, and with noise a variance becomes "
                 f"negative. Use layers without them, such as GroupNorm or LayerNorm."
             )
-        return PrivateMean(layout, terms, SeededNoise(seed))
+        source = SeededNoise(seed)
+        if rules.secure:
+            return PrivateSecureMean(layout, rules.plan(), seed, terms, source)
+        return PrivateMean(layout, terms, source)
     if rules.secure:
         return SecureMean(layout, rules.plan(), seed)
     return ExactMean(layout) if rules.robust is None else rules.robust.aggregation(layout)
