@@ -243,6 +243,6 @@ def test_a_run_has_the_same_bits_with_any_number_of_workers(launcher: Launcher, 
     spent = results[0].federated
     assert 7.9 < spent["epsilon"] <= 8
     assert spent["privacy"]["rounds"] == 6
-    longer = fit(Smooth(), text, workers=2, steps=9, resume=results[0].run, launcher=launcher, out=tmp_path)
+    longer = fit(Smooth(), text, workers=2, steps=9, resume=results[1].run, launcher=launcher, out=tmp_path)
     assert longer.steps == 6
     assert "privacy budget of epsilon 8 is spent" in longer.federated["stopped"]

@@ -160,8 +160,8 @@ class SecureMean(Aggregation):
 
     def add(self, sent: ClientUpdate) -> bool:
         """Add an encoded update."""
-        numbers = self._numbers(sent)
         try:
+            numbers = self._numbers(sent)
             row = self._encode(numbers, sent)
         except NonFiniteError:
             return False
@@ -261,7 +261,12 @@ class SecureMean(Aggregation):
     def _taken(self, update: Tensor) -> NDArray[np.float64]:
         """Of an update, what is sent."""
         numbers = update.detach().cpu().to(torch.float64).numpy()
-        return numbers if self._kept is None else numbers[self._kept.places(self._selected.number)]
+        if self._kept is None:
+            return numbers
+        # Also where no number is sent: such an update was not compressed.
+        if not np.isfinite(numbers).all():
+            raise NonFiniteError("an update has NaN or infinite numbers, which cannot be summed: it is not sent.")
+        return numbers[self._kept.places(self._selected.number)]
 
     def _spread(self, numbers: NDArray[np.float64]) -> Tensor:
         """The update of which these numbers were sent, and others are 0."""

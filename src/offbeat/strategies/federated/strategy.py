@@ -19,7 +19,7 @@ from offbeat.runtime.federated.secure_mean import check_survivors
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies._base import Axis, Strategy, Traits, require
-from offbeat.strategies.compressors import Compressing
+from offbeat.strategies.compressors import Compressing, RandomK
 from offbeat.strategies.federated.algorithms import (
     FedAdagrad,
     FedAdam,
@@ -106,6 +106,7 @@ class Federated(Exchanging):
         "federated(clients=1000, fraction=0.05, privacy=privacy(epsilon=8, delta=1e-4))",
         "federated(clients=100, fraction=0.2, over=1.2, secure=True)",
         "federated(clients=200, fraction=0.2, secure=True, privacy=privacy(epsilon=8, delta=1e-3))",
+        "federated(secure=True) + randomk(0.1)",
         "federated + quantize(8)",
     )
     carries = True
@@ -219,10 +220,11 @@ class Federated(Exchanging):
 
     def refuses(self, other: Strategy) -> str | None:
         """What has no place beside rounds of clients."""
-        if self.secure and isinstance(other, Compressing):
+        if self.secure and isinstance(other, Compressing) and not isinstance(other, RandomK):
             return (
-                "secure=True masks updates as they are added up, number by number, and masked numbers are random, so "
-                "that nothing can be left out or shortened. Omit one of them"
+                f"of updates that secure=True masks only the sum is known, and messages of {other} must be decoded "
+                f"before they are summed, because each client chooses its own places or scale. Use randomk, whose "
+                f"places all clients share, or omit one of them"
             )
         if other.axis is Axis.WHEN:
             return "its clients train on their own between two rounds anyway. Say epochs=… in federated(...)"
