@@ -23,11 +23,11 @@ from torch import Tensor
 from offbeat.errors import UsageError
 from offbeat.protocols.federated.plan import RoundPlan
 from offbeat.protocols.federated.secure.fixed_point import FixedPoint
-from offbeat.protocols.federated.secure.plan import SecureRound, lowest_threshold
+from offbeat.protocols.federated.secure.plan import lowest_threshold
 from offbeat.runtime.federated.aggregation import AddUp, Agree, ClientUpdate, Selected, UpdateLayout, here
 from offbeat.runtime.federated.noise import NoiseSource, noise_share
 from offbeat.runtime.federated.privacy import PrivacyLedger, PrivacyTerms, clipping_factor
-from offbeat.runtime.federated.secure_mean import KeptNumbers, SecureMean
+from offbeat.runtime.federated.secure_mean import KeptNumbers, SecureMean, decoded
 
 TAIL: Final = 12.0
 """Standard deviations of its noise for which a client's integers have room; beyond is clipped, with chance 4e-33."""
@@ -40,6 +40,9 @@ class PrivateSecureMean(SecureMean):
 
     The server knows who takes part, and whether a round fails; so the account takes both to be known.
     """
+
+    weighs = False
+    two_thirds = True
 
     def __init__(
         self,
@@ -80,8 +83,9 @@ class PrivateSecureMean(SecureMean):
 
     def mean(self) -> tuple[Tensor, Tensor | None]:
         """The sum, divided by the expected number of clients."""
-        mean, count = self._decoded()
-        return self._spread(mean * (count / self._terms.expected)), None
+        mean, count = decoded(self._sum, self.encoding)
+        total = mean * (count / self._terms.expected)
+        return self._kept.spread(total, self._layout, self._selected.number), None
 
     @property
     def updates(self) -> int:
@@ -121,21 +125,18 @@ class PrivateSecureMean(SecureMean):
 
     def _numbers(self, sent: ClientUpdate) -> NDArray[np.float64]:
         """The update, clipped, with its client's share of the noise."""
-        clip, number = self._terms.clip, self._selected.number
-        taken = torch.from_numpy(self._taken(sent.update)) if _finite(sent.update) else torch.zeros(self._numbers_sent)
+        clip, number, size = self._terms.clip, self._selected.number, self._kept.count
+        update = sent.update if _finite(sent.update) else torch.zeros(self._layout.size)
+        taken = torch.from_numpy(self._kept.taken(update, number))
         deviation, sharers = self.ledger.deviation * clip, lowest_threshold(len(self._selected.clients))
-        share = noise_share(self._source, number, sent.client, self._numbers_sent, deviation, sharers)
+        share = noise_share(self._source, number, sent.client, size, deviation, sharers)
         return share.add_(taken, alpha=clipping_factor(taken, clip)).numpy()
-
-    def _weight(self, sent: ClientUpdate) -> int:
-        del sent
-        return 1
 
     def _encoding_for(self, selected: Selected) -> FixedPoint:
         clients = max(1, len(selected.clients))
         deviation = self.ledger.deviation * self._terms.clip / math.sqrt(lowest_threshold(clients))
         bound = self._terms.clip + TAIL * deviation
-        encoding = FixedPoint(length=self._numbers_sent, clients=clients, bound=bound)
+        encoding = FixedPoint(length=self._kept.count, clients=clients, bound=bound)
         if (units := deviation / bound * encoding.largest) < LEAST_DEVIATION:
             raise UsageError(
                 f"privacy with secure=True: of noise={self.ledger.deviation:g} the share of each of {clients:,} "
@@ -143,9 +144,6 @@ class PrivateSecureMean(SecureMean):
                 f"{LEAST_DEVIATION:g}. Use more noise or a smaller fraction."
             )
         return encoding
-
-    def _round(self, id: bytes, encoding: FixedPoint, clients: int) -> SecureRound:  # noqa: A002
-        return SecureRound.of(id, encoding, clients, fewest=lowest_threshold(clients))
 
 
 def _finite(update: Tensor) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -98,8 +98,21 @@ class KeptNumbers:
 
     count: int
     """How many, in every round."""
-    places: Callable[[int], NDArray[np.int64]]
+    places: Callable[[int], NDArray[np.int64] | slice]
     """Where they are, by the number of the round."""
+
+    def taken(self, update: Tensor, number: int) -> NDArray[np.float64]:
+        """Of an update, what is sent in a round; refused if it has NaN, also where no number is sent."""
+        numbers = update.detach().cpu().to(torch.float64).numpy()
+        if not np.isfinite(numbers).all():
+            raise NonFiniteError("an update has NaN or infinite numbers, which cannot be summed: it is not sent.")
+        return numbers[self.places(number)]
+
+    def spread(self, numbers: NDArray[np.float64], layout: UpdateLayout, number: int) -> Tensor:
+        """The update of which these numbers were sent, and others are 0."""
+        row = np.zeros(layout.size)
+        row[self.places(number)] = numbers
+        return torch.from_numpy(row).to(layout.dtype)
 
 
 class SecureMean(Aggregation):
@@ -109,9 +122,14 @@ class SecureMean(Aggregation):
     deployment clients `encode`, and the server hands over the unmasked sum with `receive`.
     """
 
+    weighs: ClassVar[bool] = True
+    """Whether clients count by their examples, not all the same."""
+    two_thirds: ClassVar[bool] = False
+    """Whether more than two thirds of all clients must stay, not only of each client's neighbours."""
+
     def __init__(self, layout: UpdateLayout, plan: RoundPlan, seed: int, kept: KeptNumbers | None = None) -> None:
-        self._layout, self._plan, self._seed, self._kept = layout, plan, seed, kept
-        self._numbers_sent = layout.size if kept is None else kept.count
+        self._layout, self._plan, self._seed = layout, plan, seed
+        self._kept = kept or KeptNumbers(layout.size, lambda _: slice(None))
         self._selected = Selected(0, (), ())
         self._encoding: FixedPoint | None = None
         self._row = torch.zeros(0, dtype=torch.int64)
@@ -137,7 +155,7 @@ class SecureMean(Aggregation):
         del up
         count = max(FEWEST_CLIENTS, self._plan.selected)
         clients: list[int] = np.linspace(0, self._plan.clients - 1, count).astype(np.int64).tolist()
-        plan = self._round(bytes(32), self._encoding_for(Selected(0, clients, [1.0] * count)), count)
+        plan = _round(bytes(32), self._encoding_for(Selected(0, clients, [1.0] * count)), count, self.two_thirds)
         # That of a client in the middle, as numbers take more bytes the larger they are.
         middle = count // 2
         around = [clients[(middle + offset) % count] for offset in range(1, plan.degree + 1)]
@@ -152,20 +170,16 @@ class SecureMean(Aggregation):
 
     def encode(self, sent: ClientUpdate) -> Row:
         """An update as integers, with the client's loss as one more number; refused if it has NaN."""
-        return self._encode(self._numbers(sent), sent)
-
-    def _encode(self, numbers: NDArray[np.float64], sent: ClientUpdate) -> Row:
         seed = mixed(self._seed, ROUNDING, self._selected.number, sent.client)
-        return self.encoding.encode(numbers, self._weight(sent), seed)
+        return self.encoding.encode(self._numbers(sent), round(sent.weight) if self.weighs else 1, seed)
 
     def add(self, sent: ClientUpdate) -> bool:
         """Add an encoded update."""
         try:
-            numbers = self._numbers(sent)
-            row = self._encode(numbers, sent)
+            row = self.encode(sent)
         except NonFiniteError:
             return False
-        self._put(row, sent.client, [1, sent.examples, self.encoding.clipped(numbers)])
+        self._put(row, sent.client, [1, sent.examples, self.encoding.clipped(self._numbers(sent))])
         return True
 
     def _put(self, row: Row, client: int, counts: Sequence[int]) -> None:
@@ -192,7 +206,7 @@ class SecureMean(Aggregation):
 
     def mean(self) -> tuple[Tensor, Tensor | None]:
         """The mean update."""
-        return self._spread(self._decoded()[0][:-1]), None
+        return self._kept.spread(decoded(self._sum, self.encoding)[0][:-1], self._layout, self._selected.number), None
 
     @property
     def updates(self) -> int:
@@ -204,12 +218,12 @@ class SecureMean(Aggregation):
         """Examples that their clients went through; received from elsewhere, those that they have."""
         words = self.encoding.words
         counted = int(self._row[words + 1]) if len(self._row) else 0
-        return counted or (self._decoded()[1] if self._came else 0)
+        return counted or (decoded(self._sum, self.encoding)[1] if self._came else 0)
 
     @property
     def loss(self) -> float:
         """Mean loss of the clients, by weight; NaN without any."""
-        return float(self._decoded()[0][-1]) * LOSS_BOUND / BOUND if self._came else math.nan
+        return float(decoded(self._sum, self.encoding)[0][-1]) * LOSS_BOUND / BOUND if self._came else math.nan
 
     @property
     def failure(self) -> str:
@@ -218,7 +232,7 @@ class SecureMean(Aggregation):
         if len(clients) < FEWEST_CLIENTS:
             return f"{len(clients)} clients are too few for secure aggregation, which needs {FEWEST_CLIENTS}"
         number = self._selected.number.to_bytes(8, "big") + self._seed.to_bytes(8, "big", signed=True)
-        plan = self._round(hashlib.sha256(number).digest(), self.encoding, len(clients))
+        plan = _round(hashlib.sha256(number).digest(), self.encoding, len(clients), self.two_thirds)
         if len(self._came) < plan.fewest:
             return f"{len(self._came)} of {len(clients)} clients sent a masked update, and {plan.fewest} are needed"
         return short_of_holders(neighbourhoods(clients, plan.degree, plan.id), set(self._came), plan.threshold)
@@ -235,43 +249,25 @@ class SecureMean(Aggregation):
         """Continue counting."""
         self._clipped = int(state["clipped"])
 
-    def _decoded(self) -> tuple[NDArray[np.float64], int]:
-        if self._sum is None:
-            raise RuntimeError("a sum is decoded before it is there: call combine() or receive() first.")
-        return self.encoding.decode(self._sum)
-
     def _encoding_for(self, selected: Selected) -> FixedPoint:
         most = math.ceil(max(selected.weights, default=1.0))
         # One more number, for the loss.
-        length, clients = self._numbers_sent + 1, max(1, len(selected.clients))
+        length, clients = self._kept.count + 1, max(1, len(selected.clients))
         return FixedPoint(length=length, clients=clients, bound=BOUND, examples=max(1, most))
-
-    def _round(self, id: bytes, encoding: FixedPoint, clients: int) -> SecureRound:  # noqa: A002
-        """The round of the protocol with so many clients."""
-        return SecureRound.of(id, encoding, clients)
 
     def _numbers(self, sent: ClientUpdate) -> NDArray[np.float64]:
         """The numbers that are sent: of the update, and the loss, of which one that is not finite counts as 0."""
         loss = min(sent.loss, LOSS_BOUND) if math.isfinite(sent.loss) else 0.0
-        return np.append(self._taken(sent.update), loss * BOUND / LOSS_BOUND)
+        return np.append(self._kept.taken(sent.update, self._selected.number), loss * BOUND / LOSS_BOUND)
 
-    def _weight(self, sent: ClientUpdate) -> int:
-        return round(sent.weight)
 
-    def _taken(self, update: Tensor) -> NDArray[np.float64]:
-        """Of an update, what is sent."""
-        numbers = update.detach().cpu().to(torch.float64).numpy()
-        if self._kept is None:
-            return numbers
-        # Also where no number is sent: such an update was not compressed.
-        if not np.isfinite(numbers).all():
-            raise NonFiniteError("an update has NaN or infinite numbers, which cannot be summed: it is not sent.")
-        return numbers[self._kept.places(self._selected.number)]
+def _round(id: bytes, encoding: FixedPoint, clients: int, two_thirds: bool) -> SecureRound:  # noqa: A002
+    """The round of the protocol with so many clients."""
+    return SecureRound.of(id, encoding, clients, fewest=lowest_threshold(clients) if two_thirds else None)
 
-    def _spread(self, numbers: NDArray[np.float64]) -> Tensor:
-        """The update of which these numbers were sent, and others are 0."""
-        if self._kept is not None:
-            row = np.zeros(self._layout.size)
-            row[self._kept.places(self._selected.number)] = numbers
-            numbers = row
-        return torch.from_numpy(numbers).to(self._layout.dtype)
+
+def decoded(total: Row | None, encoding: FixedPoint) -> tuple[NDArray[np.float64], int]:
+    """The mean of a sum that has come, and the sum of weights."""
+    if total is None:
+        raise RuntimeError("a sum is decoded before it is there: call combine() or receive() first.")
+    return encoding.decode(total)
