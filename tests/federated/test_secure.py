@@ -174,14 +174,14 @@ def test_a_masked_update_looks_unlike_the_update() -> None:
         ("federated(secure=True, algorithm=scaffold)", "control variates have no bound"),
         ("federated(secure=True, robust=krum(2))", "cannot see which update is unlike the others"),
         ("federated(secure=True, robust=median)", "cannot see which update is unlike the others"),
-        ("federated(secure=True, privacy=privacy(noise=1, delta=1e-3))", "its noise is added to a sum"),
         ("federated(secure=True, clients=10)", "1 are selected: of two, each would learn the other's update"),
         ("federated(secure=True, over=2)", "secure=True needs 14, more than two thirds"),
         ("federated(secure=True, dropout=0.4)", "leaves 6 of 10 clients on average"),
         ("federated(secure=True, clients=1000, fraction=1, dropout=0.2)", "of every client's 128 neighbours stay"),
         ("federated(secure=True, clients=1000, fraction=0.5, over=1.3)", "the first 500 count"),
-        ("federated(secure=True) + topk(0.01)", "masked numbers are random"),
-        ("federated(secure=True) + quantize(8)", "masked numbers are random"),
+        ("federated(secure=True) + topk(0.01)", "must be decoded before they are summed"),
+        ("federated(secure=True) + quantize(8)", "each client chooses its own places or scale"),
+        ("federated(secure=True) + randomk(0.1) + half", "messages of half"),
     ],
 )
 def test_what_cannot_be_summed_without_being_seen_is_refused(text: str, why: str) -> None:

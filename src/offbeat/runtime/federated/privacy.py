@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,14 +21,12 @@ from offbeat.runtime.federated.aggregation import (
     Agree,
     ClientUpdate,
     Selected,
-    UpdateFilter,
     UpdateLayout,
     here,
 )
-from offbeat.runtime.federated.client_state import ClientState
 from offbeat.runtime.federated.exact_sum import ExactSum
-from offbeat.runtime.federated.noise import NoiseSource, noise_share
-from offbeat.runtime.federated.privacy_accountant import PrivacyAccountant, calibrated_noise
+from offbeat.runtime.federated.noise import NoiseSource
+from offbeat.runtime.federated.privacy_accountant import RoundAccountant, accountant, calibrated_noise
 
 _MARGIN: Final = 1 - 2.0**-20
 """Updates are clipped to this share of the bound, so that rounding never lifts one above it."""
@@ -53,6 +51,8 @@ class PrivacyTerms:
     """Standard deviation of the noise in a sum, as a multiple of `clip`; None: it follows from `limit`."""
     limit: float | None
     """The epsilon at which the run stops."""
+    participants_known: bool = False
+    """Whether it is known who takes part in a round, as under secure aggregation, so that sampling hides nobody."""
 
     @property
     def expected(self) -> float:
@@ -80,7 +80,7 @@ class PrivacyLedger:
         self.spent = 0
         """Rounds that have begun."""
         self._repeatable = repeatable
-        self._accountant: PrivacyAccountant | None = None
+        self._accountant: RoundAccountant | None = None
 
     def settle(self, rounds: int | None) -> None:
         """Before the first round: find the noise, and how many rounds may be made with it. Once in a run's life."""
@@ -91,7 +91,9 @@ class PrivacyLedger:
                     "privacy: the noise for an epsilon follows from the number of rounds, and this run has no limit. "
                     "Give steps or epochs, or say privacy(noise=…, budget=…)."
                 )
-            self.noise = calibrated_noise(terms.limit, terms.probability, terms.delta, rounds)
+            self.noise = calibrated_noise(
+                terms.limit, terms.probability, terms.delta, rounds, participants_known=terms.participants_known
+            )
             self.allowed = rounds
         elif self.allowed is None and terms.limit is not None:
             self.allowed = self.accountant.rounds(terms.limit)
@@ -102,6 +104,23 @@ class PrivacyLedger:
                     f"smaller fraction of the clients."
                 )
 
+    def prepare(self, rounds: int | None, agree: Agree) -> None:
+        """Settle noise and number of rounds, in the one process that accounts for them."""
+
+        def settle() -> Sequence[float]:
+            self.settle(rounds)
+            return self.deviation, -1 if self.allowed is None else self.allowed
+
+        self.noise, allowed = agree(settle)
+        self.allowed = None if allowed < 0 else int(allowed)
+
+    @property
+    def deviation(self) -> float:
+        """The noise, which is settled by now."""
+        if self.noise is None:
+            raise RuntimeError("the noise of a round is asked for before it is settled: call prepare() first.")
+        return self.noise
+
     def begin(self, number: int) -> None:
         """A round begins; from here on it is spent, whatever becomes of it.
 
@@ -111,10 +130,13 @@ class PrivacyLedger:
         self.spent = max(self.spent, number) if self._repeatable else self.spent + 1
 
     @property
-    def accountant(self) -> PrivacyAccountant:
+    def accountant(self) -> RoundAccountant:
         """Accounts for rounds with the noise of this run."""
         if self._accountant is None:
-            self._accountant = PrivacyAccountant(cast("float", self.noise), self.terms.probability, self.terms.delta)
+            terms = self.terms
+            self._accountant = accountant(
+                self.deviation, terms.probability, terms.delta, participants_known=terms.participants_known
+            )
         return self._accountant
 
     @property
@@ -131,6 +153,14 @@ class PrivacyLedger:
             f"the privacy budget of epsilon {self.terms.limit:g} is spent: {self.spent:,} rounds were made, and one "
             f"more would exceed it"
         )
+
+    def notes(self) -> dict[str, Any]:
+        """What the result says of privacy."""
+        terms = self.terms
+        return {
+            "epsilon": self.epsilon,
+            "privacy": {"delta": terms.delta, "clip": terms.clip, "noise": self.noise, "rounds": self.spent},
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The noise, and the rounds that are spent and allowed."""
@@ -162,14 +192,7 @@ class PrivateMean(Aggregation):
 
     def prepare(self, rounds: int | None, agree: Agree = here) -> None:
         """Settle noise and number of rounds, in the one process that accounts for them."""
-        ledger = self.ledger
-
-        def settle() -> Sequence[float]:
-            ledger.settle(rounds)
-            return cast("float", ledger.noise), -1 if ledger.allowed is None else ledger.allowed
-
-        noise, allowed = agree(settle)
-        ledger.noise, ledger.allowed = noise, None if allowed < 0 else int(allowed)
+        self.ledger.prepare(rounds, agree)
 
     def begin(self, selected: Selected) -> None:
         """Start from 0, and note the round as spent."""
@@ -193,7 +216,7 @@ class PrivateMean(Aggregation):
 
     def mean(self) -> tuple[Tensor, Tensor | None]:
         """Add the noise, once for all workers, and divide."""
-        noise, terms = cast("float", self.ledger.noise), self._terms
+        noise, terms = self.ledger.deviation, self._terms
         drawn = self._source.normal(self._number, self._layout.size).mul_(noise * self._sum.unit)
         total = self._sum.settle()
         total += drawn.round_().long()
@@ -225,11 +248,7 @@ class PrivateMean(Aggregation):
 
     def notes(self) -> dict[str, Any]:
         """What the result says of privacy."""
-        ledger, terms = self.ledger, self._terms
-        return {
-            "epsilon": ledger.epsilon,
-            "privacy": {"delta": terms.delta, "clip": terms.clip, "noise": ledger.noise, "rounds": ledger.spent},
-        }
+        return self.ledger.notes()
 
     def state_dict(self) -> dict[str, Any]:
         """The ledger."""
@@ -238,34 +257,6 @@ class PrivateMean(Aggregation):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the ledger."""
         self.ledger.load_state_dict(state)
-
-
-class ClipFilter(UpdateFilter):
-    """Clips an update at the client, where the server only sees a sum."""
-
-    def __init__(self, clip: float) -> None:
-        self._clip = clip
-
-    def apply(self, update: Tensor, client: int, number: int, state: ClientState | None) -> Tensor:
-        """Shorten it to the bound."""
-        del client, number, state
-        return update.mul_(clipping_factor(update, self._clip))
-
-
-class NoiseShareFilter(UpdateFilter):
-    """Adds a client's share of the round's noise, where no server is trusted to add it.
-
-    `sharers` is the number of clients whose shares make up the promised noise: the fewest whose sum is ever revealed.
-    """
-
-    def __init__(self, source: NoiseSource, deviation: float, sharers: int) -> None:
-        self._source, self._deviation, self._sharers = source, deviation, sharers
-
-    def apply(self, update: Tensor, client: int, number: int, state: ClientState | None) -> Tensor:
-        """Add the share."""
-        del state
-        share = noise_share(self._source, number, client, update.numel(), self._deviation, self._sharers)
-        return update.add_(share.to(update.dtype))
 
 
 def clipping_factor(update: Tensor, clip: float) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -35,7 +36,10 @@ LOSS_BOUND: Final = 128.0
 """Largest loss; larger ones count as much. It is scaled and summed as one more number of the update."""
 RARE: Final = 4.5
 """Standard deviations by which the neighbourhood of a client is hardly ever worse off than others."""
-_COUNTS: Final = 3  # Updates, examples gone through, and clipped numbers.
+COUNTS: Final = 3
+"""Numbers behind an encoded sum: updates, examples gone through, and clipped numbers."""
+RARELY: Final = 0.01
+"""Share of rounds that may have too few clients by the chance of Poisson sampling."""
 
 
 def check_survivors(plan: RoundPlan) -> None:
@@ -44,6 +48,13 @@ def check_survivors(plan: RoundPlan) -> None:
         raise UsageError(
             f"secure=True needs {FEWEST_CLIENTS} clients in a round, and {plan.selected} are selected: of two, each "
             f"would learn the other's update from the sum. Raise clients or fraction."
+        )
+    if plan.poisson and (chance := _fewer_than(FEWEST_CLIENTS, plan.clients, plan.fraction)) > RARELY:
+        raise UsageError(
+            f"with Poisson sampling fraction={plan.fraction:g} selects {plan.clients * plan.fraction:,.3g} of "
+            f"{plan.clients:,} clients on average, but fewer than the {FEWEST_CLIENTS} that secure=True needs in "
+            f"{chance:.2g} of all rounds, which would end without a sum; {RARELY:g} are accepted. Raise clients or "
+            f"fraction."
         )
     least, why = _fewest_staying(plan.selected)
     if plan.needed < least:
@@ -73,6 +84,37 @@ def _fewest_staying(selected: int) -> tuple[int, str]:
     return math.ceil(share * selected), f"so that more than two thirds of every client's {NEIGHBOURS} neighbours stay"
 
 
+def _fewer_than(count: int, clients: int, probability: float) -> float:
+    """The chance that fewer of the clients are selected, if each is with the same probability."""
+    return sum(
+        math.comb(clients, few) * probability**few * (1 - probability) ** (clients - few)
+        for few in range(min(count, clients + 1))
+    )
+
+
+@dataclass(frozen=True)
+class KeptNumbers:
+    """Which numbers of an update are sent: the same for all clients of a round, so that they can be summed."""
+
+    count: int
+    """How many, in every round."""
+    places: Callable[[int], NDArray[np.int64] | slice]
+    """Where they are, by the number of the round."""
+
+    def taken(self, update: Tensor, number: int) -> NDArray[np.float64]:
+        """Of an update, what is sent in a round; refused if it has NaN, also where no number is sent."""
+        numbers = update.detach().cpu().to(torch.float64).numpy()
+        if not np.isfinite(numbers).all():
+            raise NonFiniteError("an update has NaN or infinite numbers, which cannot be summed: it is not sent.")
+        return numbers[self.places(number)]
+
+    def spread(self, numbers: NDArray[np.float64], layout: UpdateLayout, number: int) -> Tensor:
+        """The update of which these numbers were sent, and others are 0."""
+        row = np.zeros(layout.size)
+        row[self.places(number)] = numbers
+        return torch.from_numpy(row).to(layout.dtype)
+
+
 class SecureMean(Aggregation):
     """The mean by weight of encoded updates, whose integers are summed modulo 2^32.
 
@@ -80,10 +122,16 @@ class SecureMean(Aggregation):
     deployment clients `encode`, and the server hands over the unmasked sum with `receive`.
     """
 
-    def __init__(self, layout: UpdateLayout, plan: RoundPlan, seed: int) -> None:
+    weighs: ClassVar[bool] = True
+    """Whether clients count by their examples, not all the same."""
+    two_thirds: ClassVar[bool] = False
+    """Whether more than two thirds of all clients must stay, not only of each client's neighbours."""
+
+    def __init__(self, layout: UpdateLayout, plan: RoundPlan, seed: int, kept: KeptNumbers | None = None) -> None:
         self._layout, self._plan, self._seed = layout, plan, seed
+        self._kept = kept or KeptNumbers(layout.size, lambda _: slice(None))
         self._selected = Selected(0, (), ())
-        self._encoding = self._encoding_for(Selected(0, range(plan.selected), [1.0] * plan.selected))
+        self._encoding: FixedPoint | None = None
         self._row = torch.zeros(0, dtype=torch.int64)
         self._sum: Row | None = None
         self._came: tuple[int, ...] = ()
@@ -92,6 +140,9 @@ class SecureMean(Aggregation):
     @property
     def encoding(self) -> FixedPoint:
         """How this round's updates become integers."""
+        if self._encoding is None:
+            usual = self._plan.selected
+            self._encoding = self._encoding_for(Selected(0, range(usual), [1.0] * usual))
         return self._encoding
 
     @property
@@ -104,7 +155,7 @@ class SecureMean(Aggregation):
         del up
         count = max(FEWEST_CLIENTS, self._plan.selected)
         clients: list[int] = np.linspace(0, self._plan.clients - 1, count).astype(np.int64).tolist()
-        plan = SecureRound.of(bytes(32), self._encoding_for(Selected(0, clients, [1.0] * count)), count)
+        plan = _round(bytes(32), self._encoding_for(Selected(0, clients, [1.0] * count)), count, self.two_thirds)
         # That of a client in the middle, as numbers take more bytes the larger they are.
         middle = count // 2
         around = [clients[(middle + offset) % count] for offset in range(1, plan.degree + 1)]
@@ -114,36 +165,36 @@ class SecureMean(Aggregation):
     def begin(self, selected: Selected) -> None:
         """Start from 0, with room for all selected clients."""
         self._selected, self._encoding = selected, self._encoding_for(selected)
-        self._row = torch.zeros(self._encoding.words + _COUNTS + len(selected.clients), dtype=torch.int64)
+        self._row = torch.zeros(self.encoding.words + COUNTS + len(selected.clients), dtype=torch.int64)
         self._sum, self._came = None, ()
 
     def encode(self, sent: ClientUpdate) -> Row:
         """An update as integers, with the client's loss as one more number; refused if it has NaN."""
-        return self._encode(_numbers(sent), sent)
-
-    def _encode(self, numbers: NDArray[np.float64], sent: ClientUpdate) -> Row:
         seed = mixed(self._seed, ROUNDING, self._selected.number, sent.client)
-        return self._encoding.encode(numbers, round(sent.weight), seed)
+        return self.encoding.encode(self._numbers(sent), round(sent.weight) if self.weighs else 1, seed)
 
     def add(self, sent: ClientUpdate) -> bool:
         """Add an encoded update."""
-        numbers = _numbers(sent)
         try:
-            row = self._encode(numbers, sent)
+            row = self.encode(sent)
         except NonFiniteError:
             return False
-        words = self._encoding.words
+        self._put(row, sent.client, [1, sent.examples, self.encoding.clipped(self._numbers(sent))])
+        return True
+
+    def _put(self, row: Row, client: int, counts: Sequence[int]) -> None:
+        """Add an encoded update, and note whose it is."""
+        words = self.encoding.words
         # As numbers with sign: modulo 2^32 it is the same.
         self._row[:words] += torch.from_numpy(row.view(np.int32))
-        self._row[words : words + _COUNTS] += torch.tensor([1, sent.examples, self._encoding.clipped(numbers)])
-        self._row[words + _COUNTS + self._selected.clients.index(sent.client)] += 1
-        return True
+        self._row[words : words + COUNTS] += torch.tensor(counts)
+        self._row[words + COUNTS + self._selected.clients.index(client)] += 1
 
     def combine(self, add_up: AddUp) -> None:
         """One sum of integers."""
         add_up(self._row, "the sum of encoded updates")
-        words = self._encoding.words
-        flags: list[int] = self._row[words + _COUNTS :].tolist()
+        words = self.encoding.words
+        flags: list[int] = self._row[words + COUNTS :].tolist()
         came = tuple(client for client, flag in zip(self._selected.clients, flags, strict=True) if flag)
         total = np.remainder(self._row[:words].numpy(), MODULUS).astype(np.uint32)
         self.receive(total, came)
@@ -155,8 +206,7 @@ class SecureMean(Aggregation):
 
     def mean(self) -> tuple[Tensor, Tensor | None]:
         """The mean update."""
-        mean = torch.from_numpy(self._decoded()[0][:-1])
-        return mean.to(self._layout.dtype), None
+        return self._kept.spread(decoded(self._sum, self.encoding)[0][:-1], self._layout, self._selected.number), None
 
     @property
     def updates(self) -> int:
@@ -166,14 +216,14 @@ class SecureMean(Aggregation):
     @property
     def examples(self) -> int:
         """Examples that their clients went through; received from elsewhere, those that they have."""
-        words = self._encoding.words
+        words = self.encoding.words
         counted = int(self._row[words + 1]) if len(self._row) else 0
-        return counted or (self._decoded()[1] if self._came else 0)
+        return counted or (decoded(self._sum, self.encoding)[1] if self._came else 0)
 
     @property
     def loss(self) -> float:
         """Mean loss of the clients, by weight; NaN without any."""
-        return float(self._decoded()[0][-1]) * LOSS_BOUND / BOUND if self._came else math.nan
+        return float(decoded(self._sum, self.encoding)[0][-1]) * LOSS_BOUND / BOUND if self._came else math.nan
 
     @property
     def failure(self) -> str:
@@ -182,9 +232,9 @@ class SecureMean(Aggregation):
         if len(clients) < FEWEST_CLIENTS:
             return f"{len(clients)} clients are too few for secure aggregation, which needs {FEWEST_CLIENTS}"
         number = self._selected.number.to_bytes(8, "big") + self._seed.to_bytes(8, "big", signed=True)
-        plan = SecureRound.of(hashlib.sha256(number).digest(), self._encoding, len(clients))
-        if self.updates < plan.fewest:
-            return f"{self.updates} of {len(clients)} clients sent a masked update, and {plan.fewest} are needed"
+        plan = _round(hashlib.sha256(number).digest(), self.encoding, len(clients), self.two_thirds)
+        if len(self._came) < plan.fewest:
+            return f"{len(self._came)} of {len(clients)} clients sent a masked update, and {plan.fewest} are needed"
         return short_of_holders(neighbourhoods(clients, plan.degree, plan.id), set(self._came), plan.threshold)
 
     def notes(self) -> dict[str, Any]:
@@ -199,20 +249,25 @@ class SecureMean(Aggregation):
         """Continue counting."""
         self._clipped = int(state["clipped"])
 
-    def _decoded(self) -> tuple[NDArray[np.float64], int]:
-        if self._sum is None:
-            raise RuntimeError("a sum is decoded before it is there: call combine() or receive() first.")
-        return self._encoding.decode(self._sum)
-
     def _encoding_for(self, selected: Selected) -> FixedPoint:
         most = math.ceil(max(selected.weights, default=1.0))
         # One more number, for the loss.
-        length, clients = self._layout.size + 1, max(1, len(selected.clients))
+        length, clients = self._kept.count + 1, max(1, len(selected.clients))
         return FixedPoint(length=length, clients=clients, bound=BOUND, examples=max(1, most))
 
+    def _numbers(self, sent: ClientUpdate) -> NDArray[np.float64]:
+        """The numbers that are sent: of the update, and the loss, of which one that is not finite counts as 0."""
+        loss = min(sent.loss, LOSS_BOUND) if math.isfinite(sent.loss) else 0.0
+        return np.append(self._kept.taken(sent.update, self._selected.number), loss * BOUND / LOSS_BOUND)
 
-def _numbers(sent: ClientUpdate) -> NDArray[np.float64]:
-    """The update and the loss, of which one that is not finite counts as 0."""
-    loss = min(sent.loss, LOSS_BOUND) if math.isfinite(sent.loss) else 0.0
-    update = sent.update.detach().cpu().numpy()
-    return np.append(update, loss * BOUND / LOSS_BOUND).astype(np.float64)
+
+def _round(id: bytes, encoding: FixedPoint, clients: int, two_thirds: bool) -> SecureRound:  # noqa: A002
+    """The round of the protocol with so many clients."""
+    return SecureRound.of(id, encoding, clients, fewest=lowest_threshold(clients) if two_thirds else None)
+
+
+def decoded(total: Row | None, encoding: FixedPoint) -> tuple[NDArray[np.float64], int]:
+    """The mean of a sum that has come, and the sum of weights."""
+    if total is None:
+        raise RuntimeError("a sum is decoded before it is there: call combine() or receive() first.")
+    return encoding.decode(total)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from offbeat.errors import UsageError
+from offbeat.protocols.compression import kept_of
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.compression import Feedback
+from offbeat.runtime.compression.randomk import RandomKCoder
 from offbeat.runtime.federated.aggregation import UpdateFilter, UpdateLayout
 from offbeat.runtime.federated.client_state import ClientState
 from offbeat.runtime.federated.exact_sum import ExactSum
-from offbeat.strategies.compressors import Compressing, compressor
+from offbeat.runtime.federated.secure_mean import KeptNumbers
+from offbeat.strategies.compressors import Compressing, RandomK, compressor
 
 OWED: Final = "owed"
 """The name, in a client's state, of what it has not sent yet."""
 _STREAM: Final = 0xC0431  # Which of a seed's streams of random numbers this is.
+_DRAW: Final = 1  # Every round has a coder of its own, which draws once.
 
 
 class CompressFilter(UpdateFilter):
@@ -66,6 +72,19 @@ class CompressFilter(UpdateFilter):
         """The payload, and buffers."""
         del size
         return self._payload_bytes + nbytes - self._layout.trainable * self._layout.dtype.itemsize
+
+    @property
+    def kept(self) -> KeptNumbers | None:
+        """The numbers that all clients of a round send alike, by `randomk`, and buffers; None: each has its own."""
+        only, buffers = self._compressions[0], np.arange(self._layout.trainable, self._layout.size)
+        if not isinstance(only, RandomK) or len(self._compressions) > 1:
+            return None
+
+        def places(number: int) -> NDArray[np.int64]:
+            coder = cast("RandomKCoder", self._coder(0, number).coder)
+            return np.concatenate([coder.places(_DRAW, self._layout.trainable)[0], buffers])
+
+        return KeptNumbers(kept_of(self._layout.trainable, only.fraction) + len(buffers), places)
 
     def _coder(self, client: int, number: int) -> Feedback:
         return compressor(

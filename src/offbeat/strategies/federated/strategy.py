@@ -19,7 +19,7 @@ from offbeat.runtime.federated.secure_mean import check_survivors
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies._base import Axis, Strategy, Traits, require
-from offbeat.strategies.compressors import Compressing
+from offbeat.strategies.compressors import Compressing, RandomK
 from offbeat.strategies.federated.algorithms import (
     FedAdagrad,
     FedAdam,
@@ -105,6 +105,8 @@ class Federated(Exchanging):
         "federated(algorithm=fedbuff(10), speeds=lognormal(sigma=0.8))",
         "federated(clients=1000, fraction=0.05, privacy=privacy(epsilon=8, delta=1e-4))",
         "federated(clients=100, fraction=0.2, over=1.2, secure=True)",
+        "federated(clients=200, fraction=0.2, secure=True, privacy=privacy(epsilon=8, delta=1e-3))",
+        "federated(secure=True) + randomk(0.1)",
         "federated + quantize(8)",
     )
     carries = True
@@ -211,7 +213,6 @@ class Federated(Exchanging):
                 self.robust if self.robust is not None and self.robust.needs_single_updates else None,
                 "the server cannot see which update is unlike the others. Use normbound, or omit one of them",
             ),
-            ("privacy", self.privacy, "its noise is added to a sum of updates that the server has clipped. Omit one"),
         )
         for name, value, why in refused:
             require(value is None, self, "secure", True, f"it cannot go with {name}={value}: {why}")
@@ -219,10 +220,11 @@ class Federated(Exchanging):
 
     def refuses(self, other: Strategy) -> str | None:
         """What has no place beside rounds of clients."""
-        if self.secure and isinstance(other, Compressing):
+        if self.secure and isinstance(other, Compressing) and not isinstance(other, RandomK):
             return (
-                "secure=True masks updates as they are added up, number by number, and masked numbers are random, so "
-                "that nothing can be left out or shortened. Omit one of them"
+                f"of updates that secure=True masks only the sum is known, and messages of {other} must be decoded "
+                f"before they are summed, because each client chooses its own places or scale. Use randomk, whose "
+                f"places all clients share, or omit one of them"
             )
         if other.axis is Axis.WHEN:
             return "its clients train on their own between two rounds anyway. Say epochs=… in federated(...)"
@@ -293,7 +295,13 @@ class Federated(Exchanging):
         if (privacy := self.privacy) is None:
             return None
         return PrivacyTerms(
-            self.clients, self.fraction, privacy.delta, privacy.clip, noise=privacy.noise, limit=privacy.limit
+            self.clients,
+            self.fraction,
+            privacy.delta,
+            privacy.clip,
+            noise=privacy.noise,
+            limit=privacy.limit,
+            participants_known=self.secure,
         )
 
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:

@@ -13,7 +13,8 @@ from offbeat.runtime.federated.client_state import ClientState
 from offbeat.runtime.federated.flat_model import FlatModel
 from offbeat.runtime.federated.noise import SeededNoise
 from offbeat.runtime.federated.privacy import PrivateMean
-from offbeat.runtime.federated.secure_mean import SecureMean
+from offbeat.runtime.federated.private_secure_mean import PrivateSecureMean
+from offbeat.runtime.federated.secure_mean import KeptNumbers, SecureMean
 from offbeat.strategies._base import Combined
 from offbeat.strategies.compressors import Compressing
 from offbeat.strategies.federated.compressed_updates import CompressFilter
@@ -90,10 +91,19 @@ def aggregation(strategy: Combined, layout: UpdateLayout, seed: int) -> Aggregat
                 f"statistics of batch normalization: clients send them as well, and with noise a variance becomes "
                 f"negative. Use layers without them, such as GroupNorm or LayerNorm."
             )
-        return PrivateMean(layout, terms, SeededNoise(seed))
+        source = SeededNoise(seed)
+        if rules.secure:
+            return PrivateSecureMean(layout, rules.plan(), seed, terms, source, _kept(strategy, layout, seed))
+        return PrivateMean(layout, terms, source)
     if rules.secure:
-        return SecureMean(layout, rules.plan(), seed)
+        return SecureMean(layout, rules.plan(), seed, _kept(strategy, layout, seed))
     return ExactMean(layout) if rules.robust is None else rules.robust.aggregation(layout)
+
+
+def _kept(strategy: Combined, layout: UpdateLayout, seed: int) -> KeptNumbers | None:
+    """The numbers of an update that are masked and summed; None: all."""
+    compressions = cast("tuple[Compressing, ...]", strategy.compressions)
+    return CompressFilter(compressions, layout, seed).kept if compressions else None
 
 
 def rules_of(strategy: Combined) -> Federated:
