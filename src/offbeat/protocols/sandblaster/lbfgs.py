@@ -1,7 +1,7 @@
 """L-BFGS as a coroutine that commands registers and is told numbers: it never sees a vector.
 
-Nocedal and Wright, "Numerical Optimization" (2006), algorithms 7.4 and 7.5; on shards: Dean et al., "Large Scale
-Distributed Deep Networks" (2012), algorithm 4.3 of its appendix.
+Nocedal and Wright, "Numerical Optimization" (2006), algorithms 7.4 and 7.5; on shards as in Sandblaster (Dean et al.,
+"Large Scale Distributed Deep Networks", 2012, section 4.2).
 """
 
 from __future__ import annotations
