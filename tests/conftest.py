@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,3 +122,21 @@ def networks() -> Iterator[None]:
 def mine() -> set[str]:
     """The namespaces that this process has made and not removed."""
     return {name for name in existing() if made_here(name)}
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Iterator[Any]:
+    """Makes federated deployments whose processes are gone at the end."""
+    from federation import Deployment
+
+    made: list[Deployment] = []
+
+    def make(task: str = "Owners", **arguments: Any) -> Deployment:
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(Deployment(folder, task, **arguments))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

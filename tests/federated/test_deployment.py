@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from federated_tasks import Images, Owners
-from federation import Deployment
-from safetensors.torch import load_file
+from federation import Deployment, same_model
 
 from conftest import wait_until
 from offbeat.errors import DataError, OffbeatError, RunError, StrategyError, TaskError, UsageError
@@ -23,31 +20,9 @@ from offbeat.run.drive import fit
 from offbeat.runtime.federated.round_log import read_rounds
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.messages import Keys
-from offbeat.runtime.run.folder import MODEL_FILE
 
 ALL = "federated(clients=3, fraction=1, batch=4, {})"
 LOOPBACK = "tcp://127.0.0.1:9"
-
-
-@pytest.fixture
-def deployment(tmp_path: Path) -> Iterator[Any]:
-    """Makes deployments whose processes are gone at the end."""
-    made: list[Deployment] = []
-
-    def make(task: str = "Owners", **arguments: Any) -> Deployment:
-        folder = tmp_path / str(len(made))
-        folder.mkdir()
-        made.append(Deployment(folder, task, **arguments))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
-
-def same_model(left: Path, right: Path) -> bool:
-    one, other = load_file(left / MODEL_FILE), load_file(right / MODEL_FILE)
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.slow

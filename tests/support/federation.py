@@ -17,14 +17,17 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
+from safetensors.torch import load_file
 
 from conftest import wait_until
 from offbeat.cli.commands.federation import ServerProgress
 from offbeat.federated import client, client_work, join, serve
 from offbeat.federated.server import resume
-from offbeat.federated.store import FOLDER
+from offbeat.federated.store import FOLDER, ServerStore
 from offbeat.protocols.federated.round_keeper import FederationState
 from offbeat.protocols.machine import Payload
+from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.task import TaskReference
 
 SILENCE = 3.0
@@ -66,10 +69,40 @@ def break_client(task: Any, fault: str) -> None:
         return honest(self, model, batch) * (float("nan") if fault == "nan" else 1.0)
 
     kind.loss = loss
+    if fault.startswith("dies after "):
+        _die_after(fault.removeprefix("dies after "))
+    if fault.startswith("dies in "):
+        _die_in(fault.removeprefix("dies in "))
     size = {"shape": 8, "huge": 17 * 2**20}.get(fault)
     if size is not None:
         client.LARGEST = 2**30
         client_work.packed = lambda _vectors: Payload(size, np.zeros(size, np.uint8))
+
+
+def _die_after(message: str) -> None:
+    """Make this client kill itself when it has sent a message of this type."""
+    honest = client.Endpoint.send
+
+    def send(self: Any, to: str, what: Any, payload: Any = None) -> bool:
+        sent = honest(self, to, what, payload)
+        if type(what).__name__ == message:
+            time.sleep(0.1)  # The message leaves first, more often than not.
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sent
+
+    client.Endpoint.send = send
+
+
+def _die_in(phase: str) -> None:
+    """Make this server kill itself when it has saved that a secure sum is in this phase."""
+    honest = ServerStore.save
+
+    def save(self: Any, state: FederationState) -> None:
+        honest(self, state)
+        if state.round.secure is not None and state.round.secure.server.phase == phase:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ServerStore.save = save
 
 
 def _forking() -> Any:
@@ -86,6 +119,11 @@ def _forking() -> Any:
         else:
             os.environ["PYTHONPATH"] = before
     return context
+
+
+def same_model(left: Path, right: Path) -> bool:
+    one, other = load_file(left / MODEL_FILE), load_file(right / MODEL_FILE)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 class RunningProcess:

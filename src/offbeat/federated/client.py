@@ -7,25 +7,29 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from offbeat import limits
-from offbeat.errors import RunError, TaskError, UsageError
+from offbeat.errors import OutputError, RunError, TaskError, UsageError
 from offbeat.federated.client_work import ClientWork, from_folder, simulated_part
 from offbeat.federated.description import LARGEST, describe, encoded
 from offbeat.federated.server import reference_of
 from offbeat.protocols.federated.messages import SERVER, Conclude, FromClient, FromServer, MembershipRequest
-from offbeat.protocols.federated.round_client import RoundClient
+from offbeat.protocols.federated.round_client import RoundClient, SecureIdentity
+from offbeat.protocols.federated.secure.primitives import identity_public
 from offbeat.runtime.messages import Codec, Driver, Endpoint, Inbox, Keys, named
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.task import Task, TaskReference
 
 _TURN: Final = 0.5
+_KEY_BYTES: Final = 32
 _LEAVING: Final = 2.0  # Seconds that an interrupted client takes to say so.
 
 
@@ -147,7 +151,10 @@ def run_client(reference: TaskReference, settings: ClientSettings, report: Calla
     keys = None if settings.keys is None else Keys.load(Path(settings.keys))
     name = settings.endpoint if keys is None else named(keys.public)
     number = settings.part if settings.client is None else settings.client
-    machine = RoundClient(name, MembershipRequest(settings.label, number), description, settings.timeout)
+    identity = _identity(folder)
+    public = b"" if identity is None else identity_public(identity.private)
+    request = MembershipRequest(settings.label, number, public)
+    machine = RoundClient(name, request, description, settings.timeout, identity)
     limit = max(LARGEST, 4 * work.model_bytes)
     codec: Codec[Any] = Codec(FromClient | FromServer, payload_limit=limit)
     fates: Counter[str] = Counter()
@@ -160,14 +167,35 @@ def run_client(reference: TaskReference, settings: ClientSettings, report: Calla
     return Participation(client, dict(fates), work.last_score, folder / MODEL_FILE)
 
 
+def _identity(folder: Path) -> SecureIdentity | None:
+    """The client's long-term signing key, made when it is first needed; None without the package that uses it."""
+    if find_spec("cryptography") is None:
+        return None
+    path = folder / "identity.key"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            draft = path.with_suffix(".draft")
+            draft.unlink(missing_ok=True)
+            draft.touch(0o600, exist_ok=False)
+            draft.write_bytes(secrets.token_bytes(_KEY_BYTES))
+            draft.replace(path)
+        private = path.read_bytes()
+    except OSError as error:
+        raise OutputError(f"this client's signing key cannot be kept in {path}: {error}.") from error
+    if len(private) != _KEY_BYTES:
+        raise UsageError(f"{path} is not a signing key: it has {len(private)} bytes, and a key has {_KEY_BYTES}.")
+    return SecureIdentity(private, secrets.token_bytes)
+
+
 def _drive(machine: RoundClient, endpoint: Endpoint[Any], work: ClientWork, fates: Counter[str]) -> None:
     inbox = Inbox(endpoint)
     work.start(inbox)
 
-    def do(item: Any, token: Any) -> None:
+    def do(item: Any, token: Any) -> Any:
         if isinstance(item, Conclude):
             fates[item.settled.fate] += 1
-        work.do(item, token)
+        return work.do(item, token)
 
     driver = Driver(machine, endpoint, do, inbox)
     driver.begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import traceback
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset
 
-from offbeat.errors import DataError, StrategyError
+from offbeat.errors import DataError, OffbeatError, StrategyError
 from offbeat.federated.server_work import score_on
 from offbeat.federated.vectors import packed, unpacked
 from offbeat.protocols.federated.messages import (
     Abandon,
     ClientFailure,
     Conclude,
+    EncodeUpdate,
     Finish,
     Goodbye,
     KeepFinal,
@@ -33,15 +35,18 @@ from offbeat.protocols.federated.messages import (
     UpdateSent,
     Welcome,
 )
+from offbeat.protocols.federated.secure.client import MaskWork
 from offbeat.protocols.machine import Done, Payload
+from offbeat.runtime.federated.aggregation import ClientUpdate, Selected
 from offbeat.runtime.federated.client_state import ClientState, ClientStates
 from offbeat.runtime.federated.flat_model import FlatModel
 from offbeat.runtime.federated.local_training import LocalTrainer, Visit, check_loss, examples_of
+from offbeat.runtime.federated.secure_mean import SecureMean
 from offbeat.runtime.messages import Inbox
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.strategies import combined
 from offbeat.strategies.federated.strategy import Federated
-from offbeat.strategies.federated.update_path import layout_of, update_filters
+from offbeat.strategies.federated.update_path import aggregation, layout_of, update_filters
 from offbeat.strategies.language.parser import parse_built_in
 from offbeat.task import Data, Task
 from offbeat.worker.client_data import divided
@@ -102,6 +107,8 @@ class _Outfit:
     filters: tuple[Any, ...]
     layout: Any
     states: ClientStates | None
+    secure: SecureMean | None
+    """Encodes updates for secure sums."""
     advanced: int = 0
     """How often the schedule was advanced."""
 
@@ -121,6 +128,7 @@ class ClientWork:
     _jobs: queue.SimpleQueue[tuple[Any, Any]] = field(default_factory=queue.SimpleQueue[Any])
     _abandoned: set[int] = field(default_factory=set[int])
     _unsettled: dict[int, ClientState] = field(default_factory=dict[int, ClientState])
+    _unsent: ClientUpdate | None = None  # Waits for its secure sum.
     _number: int = 0  # The round that it trains for.
     _outfit: _Outfit | None = None
     _inbox: Inbox | None = None
@@ -138,7 +146,7 @@ class ClientWork:
         self._inbox = inbox
         threading.Thread(target=self._labour, name="client work", daemon=True).start()
 
-    def do(self, work: Any, _token: Any) -> None:
+    def do(self, work: Any, _token: Any) -> Any:
         """Do work of the machine, now or in the background."""
         match work:
             case Abandon(number):
@@ -147,10 +155,15 @@ class ClientWork:
                 self._conclude(settled.number, settled.fate, settled.why)
             case Train(task):
                 self._jobs.put((work, ("train", task.number)))
+            case EncodeUpdate():
+                self._jobs.put((work, ("encode", work.number)))
+            case MaskWork():
+                return work()
             case KeepFinal():
                 self._jobs.put((work, "final"))
             case _:
                 self._jobs.put((work, "ready"))
+        return None
 
     def _labour(self) -> None:
         torch.set_num_threads(1)  # As in simulation: with several, sums inside an operator depend on their number.
@@ -175,6 +188,8 @@ class ClientWork:
                 return self._train(task, model)
             case KeepFinal(finish, model):
                 return self._keep(finish, model)
+            case EncodeUpdate():
+                return self._encode(work)
             case _:
                 raise TypeError(type(work).__name__)
 
@@ -204,6 +219,7 @@ class ClientWork:
         layout = layout_of(strategy, flat)
         filters = update_filters(strategy, layout, welcome.seed)
         keeps = rules.algorithm.keeps_state or any(each.keeps_state for each in filters)
+        sums = aggregation(strategy, layout, welcome.seed) if rules.secure else None
         self._outfit = _Outfit(
             client=welcome.client,
             data=data,
@@ -215,6 +231,7 @@ class ClientWork:
             filters=filters,
             layout=layout,
             states=ClientStates(self.folder / (welcome.federation or "state")) if keeps else None,
+            secure=sums if isinstance(sums, SecureMean) else None,
         )
         self.report(f"joined as client {welcome.client}, with {examples:,} examples: {welcome.strategy}")
         return examples
@@ -237,8 +254,33 @@ class ClientWork:
             update = each.apply(update, outfit.client, task.number, state)
         if state is not None:
             self._unsettled = {task.number: state}
+        if outfit.secure is not None:
+            return self._held_back(task.number, update, result.loss, result.examples, score, scored)
         message = UpdateSent(task.number, result.loss, result.examples, score, scored)
         return Trained(message, packed([update, result.extra if outfit.layout.extra else None]))
+
+    def _held_back(
+        self, number: int, update: Tensor, loss: float, examples: int, score: float | None, scored: int
+    ) -> Trained:
+        """An update that stays here until its secure sum begins; nothing about it is said but whether it has NaN."""
+        size = float(size_of(self._ready().data.train))
+        self._unsent = ClientUpdate(self._ready().client, update.detach().clone(), None, size, loss, examples)
+        sound = bool(torch.isfinite(update).all())
+        return Trained(UpdateSent(number, 0.0 if sound else math.nan, 0, score, scored), Payload(0))
+
+    def _encode(self, work: EncodeUpdate) -> Any:
+        """The update as integers; or, as text, why there are none."""
+        sums, sent = self._ready().secure, self._unsent
+        if sums is None or sent is None or work.number != self._number:
+            return "it has no update of this round"
+        clients = work.encoding.clients
+        sums.begin(Selected(work.number, range(clients), [float(work.encoding.examples)] * clients))
+        if sums.encoding != work.encoding:
+            return f"the server wants {work.encoding}, and this client has {sums.encoding}"
+        try:
+            return sums.encode(sent)
+        except OffbeatError as error:
+            return str(error)
 
     def _keep(self, finish: Finish, model: Payload) -> Goodbye:
         outfit = self._ready()

@@ -98,9 +98,10 @@ class Federation:
             raise StrategyError(
                 "dropout and speeds are those of simulated clients; real ones have their own. Omit them."
             )
-        if rules.secure:
+        if rules.secure and (rules.privacy is not None or rules.robust is not None or strategy.compressions):
             raise StrategyError(
-                "secure=True is not deployed yet, only simulated: a server would see each client's update. Omit it."
+                "secure=True is deployed by itself only; with privacy, robust rules or compression it is simulated. "
+                "Omit one of them."
             )
         return strategy
 
@@ -292,8 +293,9 @@ class _Serving:
             first=federation.first,
             score_every=every,
             state=state,
+            secure=self._work.secure_terms(),
         )
-        codec: Codec[Any] = Codec(FromClient | FromServer, payload_limit=max(LARGEST, model.nbytes))
+        codec: Codec[Any] = Codec(FromClient | FromServer, payload_limit=max(LARGEST, 4 * model.nbytes))
         self._endpoint: Endpoint[Any] = Endpoint(
             SERVER, codec, bind=federation.address, keys=keys, named_by_key=keys is not None
         )

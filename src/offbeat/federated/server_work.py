@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,9 @@ from offbeat.federated.store import ServerStore
 from offbeat.federated.vectors import packed, unpacked
 from offbeat.protocols.federated.messages import AddUpdate, CloseRound, DeployedRound, Examine, RoundClosed
 from offbeat.protocols.federated.round_keeper import FederationState
+from offbeat.protocols.federated.secure.fixed_point import FixedPoint
+from offbeat.protocols.federated.secure.recovery import Unmasking
+from offbeat.protocols.federated.secure_sums import SecureTerms
 from offbeat.protocols.machine import Payload
 from offbeat.runtime.federated.aggregation import ClientUpdate, Selected, alone
 from offbeat.runtime.federated.flat_model import FlatModel
@@ -25,6 +30,7 @@ from offbeat.runtime.federated.local_training import LocalTrainer
 from offbeat.runtime.federated.noise import SystemNoise
 from offbeat.runtime.federated.privacy import PrivateMean
 from offbeat.runtime.federated.round_log import RoundLog
+from offbeat.runtime.federated.secure_mean import SecureMean
 from offbeat.runtime.run.folder import METRICS_FILE, MODEL_FILE, MetricsWriter
 from offbeat.runtime.run.metrics import Ledger
 from offbeat.simulate.federated import ClientTimes, Participant, RoundOutcome, RoundProgress
@@ -119,7 +125,9 @@ class ServerWork:
             case AddUpdate():
                 return self._add(work, state)
             case CloseRound():
-                return self._close(work.outcome, state)
+                return self._close(work, state)
+            case Unmasking():
+                return work()
             case _:
                 raise RunError(f"{type(work).__name__} is not work of a federated server.")
 
@@ -159,10 +167,33 @@ class ServerWork:
         weight = float(_sizes(state)[client])
         return self.path.aggregation.add(ClientUpdate(client, vectors[0], extra, weight, loss, examples))
 
-    def _close(self, outcome: DeployedRound, state: FederationState) -> RoundClosed:
-        model, sums = self.model, self.path.aggregation
-        self._begin(outcome.number, state)
-        sums.combine(alone)
+    def secure_terms(self) -> SecureTerms | None:
+        """What secure sums need; None: updates are seen."""
+        sums = self.path.aggregation
+        if not isinstance(sums, SecureMean):
+            return None
+
+        def encoding(clients: Sequence[int], weights: Sequence[float]) -> FixedPoint:
+            sums.begin(Selected(0, clients, weights))
+            return sums.encoding
+
+        return SecureTerms(encoding, secrets.token_bytes)
+
+    def _combine(self, work: CloseRound, state: FederationState) -> None:
+        """Add up the updates, or take their sum."""
+        sums, outcome = self.path.aggregation, work.outcome
+        if isinstance(sums, SecureMean):
+            sizes = _sizes(state)
+            sums.begin(Selected(outcome.number, outcome.cohort, [float(sizes[client]) for client in outcome.cohort]))
+            if not outcome.failed:
+                sums.receive(np.frombuffer(work.total, "<u4"), outcome.participants)
+        else:
+            self._begin(outcome.number, state)
+            sums.combine(alone)
+
+    def _close(self, work: CloseRound, state: FederationState) -> RoundClosed:
+        model, sums, outcome = self.model, self.path.aggregation, work.outcome
+        self._combine(work, state)
         moved = sums.moves_always or not outcome.failed
         if moved:
             mean, extra = sums.mean()
@@ -257,7 +288,7 @@ def score_on(task: Task, module: nn.Module, data: Any) -> float:
 
 def _closed_rounds(state: FederationState) -> int:
     """How many rounds are closed."""
-    return state.number - (state.phase in ("gathering", "closing"))
+    return state.number - (state.phase in ("gathering", "summing", "closing"))
 
 
 def _sizes(state: FederationState) -> Mapping[int, int]:

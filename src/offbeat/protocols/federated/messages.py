@@ -7,10 +7,12 @@ are doing, from which the server sees what got lost.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
+from offbeat.protocols.federated.secure.fixed_point import FixedPoint
+from offbeat.protocols.federated.secure.messages import SecureAnswer, SecureRequest
 from offbeat.protocols.machine import Name, Payload
 
 SERVER: Name = "federation"
@@ -28,6 +30,7 @@ class MembershipRequest(Struct, frozen=True, tag=True):
 
     label: str  # What people call it.
     client: int | None = None  # The number that it wants; None: any.
+    identity: Annotated[bytes, Meta(max_length=32)] = b""  # Its long-term Ed25519 public key, for secure sums.
 
 
 class Beat(Struct, frozen=True, tag=True):
@@ -39,7 +42,7 @@ class Beat(Struct, frozen=True, tag=True):
 
 
 class UpdateSent(Struct, frozen=True, tag=True):
-    """A client's update of the model, as the payload."""
+    """A client's update of the model, as the payload; where updates are summed securely, that it has one."""
 
     number: int  # Of the round.
     loss: float
@@ -114,6 +117,13 @@ class Settled(Struct, frozen=True, tag=True):
     why: str = ""
 
 
+class SecureStart(Struct, frozen=True, tag=True):
+    """The secure sum of a round begins: send your keys."""
+
+    number: int  # Of the round.
+    plan: Annotated[bytes, Meta(max_length=1000)]  # A `SecureRound`.
+
+
 class Finish(Struct, frozen=True, tag=True):
     """The last round is over; the final model is the payload."""
 
@@ -125,8 +135,20 @@ class Farewell(Struct, frozen=True, tag=True):
     """The server expects nothing more of the client."""
 
 
-FromClient = MembershipRequest | Beat | UpdateSent | ClientFailure | ClientLeave | Goodbye
-FromServer = Welcome | Refused | UnknownClient | Noted | RoundTask | Again | Settled | Finish | Farewell
+FromClient = MembershipRequest | Beat | UpdateSent | ClientFailure | ClientLeave | Goodbye | SecureAnswer
+FromServer = (
+    Welcome
+    | Refused
+    | UnknownClient
+    | Noted
+    | RoundTask
+    | Again
+    | Settled
+    | SecureStart
+    | Finish
+    | Farewell
+    | SecureRequest
+)
 
 
 class Examine(Struct, frozen=True):
@@ -149,6 +171,7 @@ class CloseRound(Struct, frozen=True):
     """Work of the server: move the model by the round's updates, and record the round. Result: `RoundClosed`."""
 
     outcome: DeployedRound
+    total: bytes = b""  # The sum of encoded updates, where they are summed securely.
 
 
 class RoundClosed(Struct, frozen=True):
@@ -177,6 +200,13 @@ class Trained(Struct, frozen=True):
 
     update: UpdateSent
     payload: Payload
+
+
+class EncodeUpdate(Struct, frozen=True):
+    """Work of a client, in the background: its update as integers. Result: these, or why it has none."""
+
+    number: int
+    encoding: FixedPoint
 
 
 class Abandon(Struct, frozen=True):

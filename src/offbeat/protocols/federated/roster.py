@@ -10,6 +10,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from offbeat.protocols.federated.messages import MembershipRequest
+from offbeat.protocols.federated.secure.primitives import PUBLIC_BYTES
 from offbeat.protocols.machine import Name
 
 _ROUNDING: Final = 1e-3  # Seconds by which timers are early.
@@ -22,6 +23,7 @@ class JoinedClient(Struct):
     label: str
     examples: int | None = None  # None until its data is ready.
     gone: bool = False  # Whether it said that it ends.
+    identity: bytes = b""  # Its long-term Ed25519 public key, if it has one.
 
 
 class Roster:
@@ -32,21 +34,32 @@ class Roster:
         clients: How many there may be.
         enrolled: Names of those that may join, by number; None: anybody may.
         patience: Seconds without a sign of life after which a client is absent.
+        signing: Whether clients need a long-term key, as secure sums do.
 
     """
 
     def __init__(
-        self, members: dict[Name, JoinedClient], clients: int, enrolled: Sequence[Name] | None, patience: float
+        self,
+        members: dict[Name, JoinedClient],
+        clients: int,
+        enrolled: Sequence[Name] | None,
+        patience: float,
+        *,
+        signing: bool = False,
     ) -> None:
         self.members: Mapping[Name, JoinedClient] = members
         self._members, self._clients, self._enrolled = members, clients, enrolled
         self._names = {member.client: name for name, member in members.items()}
         self._heard: dict[int, float] = {}
-        self.patience = patience
+        self.patience, self._signing = patience, signing
 
     def why_not(self, name: Name, join: MembershipRequest) -> str:
         """Why a client may not join; empty if it may."""
-        fixed = self._fixed_number(name)
+        fixed, before = self._fixed_number(name), self._members.get(name)
+        if self._signing and len(join.identity) != PUBLIC_BYTES:
+            return "secure=True needs the cryptography package at every client: pip install 'offbeat[federated]'"
+        if self._signing and before is not None and before.identity != join.identity:
+            return "its signing key is not the one it joined with: start it with the same --out, where its key is kept"
         if fixed is not None:
             return "" if join.client in (None, fixed) else f"it is client {fixed}, not {join.client}"
         if self._enrolled is not None:
@@ -64,7 +77,9 @@ class Roster:
             free = (number for number in range(self._clients) if number not in self._names)
             client = next(free) if join.client is None else join.client
         before = self._members.get(name)
-        self._members[name] = JoinedClient(client, join.label, None if before is None else before.examples)
+        self._members[name] = JoinedClient(
+            client, join.label, None if before is None else before.examples, identity=join.identity
+        )
         self._names[client] = name
         self.hear(client, now)
         return client

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
 
+from offbeat.errors import UsageError
 from offbeat.protocols.federated.messages import (
     SERVER,
     Abandon,
@@ -16,6 +17,7 @@ from offbeat.protocols.federated.messages import (
     ClientFailure,
     ClientLeave,
     Conclude,
+    EncodeUpdate,
     Farewell,
     Finish,
     Goodbye,
@@ -25,18 +27,31 @@ from offbeat.protocols.federated.messages import (
     Prepare,
     Refused,
     RoundTask,
+    SecureStart,
     Settled,
     Train,
     Trained,
     UnknownClient,
     Welcome,
 )
+from offbeat.protocols.federated.secure.client import GIVE_UP, UPDATE, SecureClient
+from offbeat.protocols.federated.secure.messages import SecureInvite, SecureLeave, SecureRequest
+from offbeat.protocols.federated.secure.shamir import SecretBytes
+from offbeat.protocols.federated.secure_sums import agreed
 from offbeat.protocols.machine import Done, Effect, Effects, Event, Name, Payload, Received, Timer
 
 FIRST_BEAT: Final = 0.5
 """Seconds between attempts to join, and between farewells."""
 FAREWELLS: Final = 10
 """How often a client says that it ends, if no answer comes."""
+
+
+class SecureIdentity(NamedTuple):
+    """What a client needs for secure sums."""
+
+    private: bytes
+    """Its long-term Ed25519 key."""
+    random: SecretBytes
 
 
 class RoundClient:
@@ -47,10 +62,18 @@ class RoundClient:
         join: What it says to join.
         description: What its model and task are, for the server to compare.
         patience: Seconds without a word from the server after which it gives up.
+        secure: What it needs for secure sums; None: it leaves those that a server begins.
 
     """
 
-    def __init__(self, name: Name, join: MembershipRequest, description: Payload, patience: float) -> None:
+    def __init__(
+        self,
+        name: Name,
+        join: MembershipRequest,
+        description: Payload,
+        patience: float,
+        secure: SecureIdentity | None = None,
+    ) -> None:
         self.name = name
         self.phase: Literal["joining", "here", "leaving", "ended"] = "joining"
         self.failure = ""
@@ -67,6 +90,9 @@ class RoundClient:
         self._held: Trained | None = None  # Sent and not settled.
         self._last_words: ClientFailure | Goodbye | ClientLeave | None = None
         self._farewells = 0
+        self._identity = secure
+        self._sum: SecureClient | None = None
+        self._agreed: tuple[int, bytes] = (0, b"")  # The last secure sum that it took part in: its round and plan.
 
     @property
     def ended(self) -> bool:
@@ -87,9 +113,21 @@ class RoundClient:
         match event:
             case Received(sender, message, payload) if sender == SERVER:
                 self._heard = now
-                self._received(effects, message, payload)
+                if isinstance(message, SecureStart):
+                    self._begin_sum(effects, message, now)
+                elif isinstance(message, SecureRequest):
+                    self._on_sum(effects, event, now)
+                else:
+                    self._received(effects, message, payload)
             case Timer("beat"):
                 self._tick(effects, now)
+            case Done(("encode", number), result) if number == self.number:
+                if isinstance(result, ClientFailure):
+                    self._end(effects, result)
+                else:
+                    self._on_sum(effects, Done(GIVE_UP if isinstance(result, str) else UPDATE, result), now)
+            case Done(("secure masked", *_), _) | Timer(("secure silence", *_)):
+                self._on_sum(effects, event, now)
             case Done(("train", number), result) if number == self.number and self.activity == "working":
                 self._trained(effects, result)
             case Done("final", Goodbye() as goodbye) if self.phase == "here":
@@ -162,6 +200,30 @@ class RoundClient:
             case Noted() | _:
                 pass
 
+    def _begin_sum(self, effects: Effects, start: SecureStart, now: float) -> None:
+        """Take part in the secure sum of the round that it has an update for: in one only, whatever the server says."""
+        try:
+            plan = agreed(start)
+        except UsageError:
+            return
+        known = (start.number, start.plan)
+        able = self.activity == "sent" and self._agreed[0] < start.number == self.number
+        if able and self.welcome is not None and self._identity is not None:
+            (private, random), client = self._identity, self.welcome.client
+            self._agreed = known
+            self._sum = SecureClient(plan, client, private, None, random, self._patience, self.name, SERVER)
+            effects.done += self._sum.begin(now)
+            effects.start(EncodeUpdate(start.number, plan.encoding))
+        if self._agreed == known and self._sum is not None:
+            self._on_sum(effects, Received(SERVER, SecureInvite(plan.digest), Payload(0)), now)
+        else:
+            effects.send(SERVER, SecureLeave(plan.digest, f"it has no update for a secure sum of round {start.number}"))
+
+    def _on_sum(self, effects: Effects, event: Event, now: float) -> None:
+        """An event of the secure sum."""
+        if self._sum is not None:
+            effects.done += self._sum.on(event, now)
+
     def _begin_round(self, effects: Effects, task: RoundTask, model: Payload) -> None:
         if task.number < self.number or (task.number == self.number and self.activity == "working"):
             return
@@ -172,7 +234,7 @@ class RoundClient:
             effects.start(Abandon(self.number))
         elif self.activity == "sent":
             effects.start(Conclude(Settled(self.number, "accepted" if task.accepted == self.number else "late")))
-        self.number, self.activity, self._held = task.number, "working", None
+        self.number, self.activity, self._held, self._sum = task.number, "working", None, None
         self._show(effects)
         effects.start(Train(task, model))
 
@@ -187,7 +249,7 @@ class RoundClient:
         if self.activity == "working":
             effects.start(Abandon(self.number))
         effects.start(Conclude(settled))
-        self.activity, self._held = "idle", None
+        self.activity, self._held, self._sum = "idle", None, None
 
     def _end(self, effects: Effects, words: ClientFailure | Goodbye | ClientLeave) -> None:
         """Say so until it is answered."""

@@ -23,7 +23,9 @@ from offbeat.protocols.federated.messages import (
 from offbeat.protocols.federated.plan import RoundPlan, round_failure
 from offbeat.protocols.federated.roster import JoinedClient, Roster
 from offbeat.protocols.federated.sampling import cohort
-from offbeat.protocols.machine import Effects, Name, Payload
+from offbeat.protocols.federated.secure.server import SecureFailure
+from offbeat.protocols.federated.secure_sums import SecureProgress, SumKeeper
+from offbeat.protocols.machine import Effects, Event, Name, Payload
 
 HOPELESS: Final = 10
 """Rounds in a row without an update after which the server gives up."""
@@ -39,6 +41,8 @@ class RoundStatus(Struct):
     dropped: list[int] = []
     refused: list[int] = []
     scores: list[tuple[float, int]] = []  # Of the model that they got, each on so many examples.
+    secure: SecureProgress | None = None  # The secure sum of their updates, once it has begun.
+    failure: str = ""  # Why there is no secure sum.
 
     def score(self, message: UpdateSent | Goodbye) -> None:
         """Take in a client's score."""
@@ -55,7 +59,7 @@ class RoundStatus(Struct):
 class FederationState(Struct):
     """Everything that must outlive the server's process."""
 
-    phase: Literal["waiting", "gathering", "closing", "finishing", "finished"] = "waiting"
+    phase: Literal["waiting", "gathering", "summing", "closing", "finishing", "finished"] = "waiting"
     number: int = 0  # The round under way, or the last one.
     version: int = 0  # Of the model.
     members: dict[Name, JoinedClient] = {}
@@ -69,6 +73,10 @@ class FederationState(Struct):
     def outstanding(self) -> list[int]:
         """Clients whose update is waited for."""
         return self.round.outstanding if self.phase == "gathering" else []
+
+    def awaits_sum(self, client: int) -> bool:
+        """Whether a client has an update that is to be summed securely."""
+        return self.phase in ("gathering", "summing") and client in self.round.came
 
 
 class RoundTerms(Struct, frozen=True):
@@ -85,13 +93,15 @@ class RoundTerms(Struct, frozen=True):
 class RoundKeeper:
     """Keeps the rounds of a deployment going; a part of `RoundServer`, whose state it changes."""
 
-    def __init__(self, terms: RoundTerms, state: FederationState, roster: Roster, model: Payload) -> None:
+    def __init__(
+        self, terms: RoundTerms, state: FederationState, roster: Roster, model: Payload, sums: SumKeeper | None = None
+    ) -> None:
         self.troubles: list[tuple[Name, ClientFailure]] = []
         """Errors of clients that have not been shown yet; the driver empties it."""
         self.missing = ""
         """What the next round waits for, in words; empty if a round is under way."""
         self._terms, self._plan, self._model = terms, terms.plan, model
-        self._state, self._roster = state, roster
+        self._state, self._roster, self._sums = state, roster, sums
         self._asked: dict[int, float] = {}
         self._started = 0.0
 
@@ -100,8 +110,10 @@ class RoundKeeper:
         state, self._started = self._state, now
         if state.phase == "gathering":
             self._wait(effects, now)
+        elif state.phase == "summing":
+            self._sum(effects, now)
         elif state.phase == "closing":
-            effects.start(CloseRound(outcome_of(state, self._plan, self._started, now)), "closed")
+            self._conclude(effects, now)
         elif state.phase == "finishing":
             self.finish(effects, now)
         else:
@@ -156,18 +168,33 @@ class RoundKeeper:
         """An update has come: add it, or refuse it."""
         state, to = self._state, self._roster.name_of(client)
         if update.number == state.number and client in state.outstanding:
-            if payload.nbytes == self._terms.update_bytes:
+            if self._sums is not None:
+                self._announced(effects, now, client, update, payload)
+            elif payload.nbytes == self._terms.update_bytes:
                 effects.start(AddUpdate(client, update, payload), ("update", client, update.number))
                 state.round.score(update)
             else:
                 why = f"it has {payload.nbytes:,} bytes, and an update of this model has {self._terms.update_bytes:,}"
                 self.refuse(effects, now, client, why)
+        elif self._sums is not None and update.number == state.number and state.awaits_sum(client):
+            state.counts["duplicates"] += 1
         elif state.accepted.get(client) == update.number:
             state.counts["duplicates"] += 1
             effects.send(to, Settled(update.number, "accepted"))
         else:
             state.counts["stale"] += 1
             effects.send(to, Settled(update.number, "late"))
+
+    def _announced(self, effects: Effects, now: float, client: int, update: UpdateSent, payload: Payload) -> None:
+        """A client has an update for a secure sum."""
+        if payload.nbytes:
+            self.refuse(effects, now, client, f"{payload.nbytes:,} bytes came without a mask")
+        elif not math.isfinite(update.loss):
+            self.refuse(effects, now, client, "it has NaN, or numbers too large to average")
+        else:
+            self._state.round.came.append(client)
+            self._state.round.score(update)
+            self._check(effects, now)
 
     def added(self, effects: Effects, now: float, client: int, number: int, why: str) -> None:
         """An update was added to the round's, or could not be."""
@@ -212,7 +239,82 @@ class RoundKeeper:
         state.counts["late"] += len(late)
         for client in late:
             self._settle(effects, client, "late")
-        effects.start(CloseRound(outcome_of(state, self._plan, self._started, now)), "closed")
+        if self._sums is None or round_failure(self._plan, len(state.round.cohort), len(state.round.came)):
+            self._conclude(effects, now)
+            return
+        status = state.round
+        progress = self._sums.plan(status.cohort, status.came, self._plan.fewest)
+        if isinstance(progress, str):
+            self._failed(effects, now, progress)
+        else:
+            state.phase, status.secure = "summing", progress
+            self._sum(effects, now)
+
+    def _conclude(self, effects: Effects, now: float) -> None:
+        """Have the model moved."""
+        status = self._state.round
+        total = b"" if status.secure is None or status.failure else status.secure.server.total
+        effects.start(CloseRound(outcome_of(self._state, self._plan, self._started, now), total), "closed")
+
+    # A secure sum.
+
+    def _sum(self, effects: Effects, now: float) -> None:
+        """Begin the secure sum, or go on with it."""
+        status = self._state.round
+        if self._sums is None or status.secure is None:
+            return
+        for client in status.came:
+            effects.timer(self._roster.patience, ("silent", client))
+        self._sums.begin(effects, now, self._state.number, status.came, status.secure)
+        self._summed(effects, now)
+
+    def on_sum(self, effects: Effects, now: float, event: Event) -> None:
+        """An event of the secure sum."""
+        if self._sums is not None and self._state.phase == "summing":
+            self._sums.on(effects, now, event)
+            self._summed(effects, now)
+
+    def lose(self, effects: Effects, now: float, client: int) -> None:
+        """A client that has announced an update is gone, or has forgotten it."""
+        if self._sums is None:
+            return
+        if self._state.phase == "gathering":
+            self._state.round.came.remove(client)
+        elif self._state.phase == "summing":
+            self._sums.lose(effects, now, client)
+            self._summed(effects, now)
+
+    def _summed(self, effects: Effects, now: float) -> None:
+        """Go on if the secure sum has ended."""
+        state, status, sums = self._state, self._state.round, self._sums
+        if sums is None:
+            return
+        for name, why in sums.refusals():
+            self.troubles.append((name, ClientFailure(state.number, f"secure sum: {why}", "")))
+        if sums.outcome is None:
+            return
+        if isinstance(sums.outcome, SecureFailure):
+            self._failed(effects, now, sums.outcome.reason)
+            return
+        absent = [client for client in status.came if client not in sums.outcome.clients]
+        status.came = list(sums.outcome.clients)
+        status.dropped += absent
+        state.counts["dropped"] += len(absent)
+        state.counts["updates"] += len(status.came)
+        for client in status.came:
+            state.accepted[client] = state.number
+            self._settle(effects, client, "accepted")
+        state.phase = "closing"
+        self._conclude(effects, now)
+
+    def _failed(self, effects: Effects, now: float, why: str) -> None:
+        """There is no secure sum: the model stays as it is."""
+        status = self._state.round
+        status.failure = why
+        for client in status.came:
+            self._settle(effects, client, "refused", why)
+        self._state.phase = "closing"
+        self._conclude(effects, now)
 
     def closed(self, effects: Effects, now: float, result: RoundClosed) -> None:
         """The model has moved, or not: go on."""
@@ -220,7 +322,8 @@ class RoundKeeper:
         self._model = result.model
         state.version += result.moved
         state.phase = "waiting"
-        state.fruitless = 0 if state.round.came or not state.round.cohort else state.fruitless + 1
+        useful = (state.round.came and not state.round.failure) or not state.round.cohort
+        state.fruitless = 0 if useful else state.fruitless + 1
         state.counts["failed_rounds"] += not result.moved
         if result.last or state.number >= self._terms.rounds or state.fruitless >= HOPELESS:
             state.phase = "finishing"
@@ -247,7 +350,7 @@ class RoundKeeper:
 def outcome_of(state: FederationState, plan: RoundPlan, started: float, ended: float) -> DeployedRound:
     """What came of a round that is over."""
     status = state.round
-    failed = round_failure(plan, len(status.cohort), len(status.came))
+    failed = status.failure or round_failure(plan, len(status.cohort), len(status.came))
     return DeployedRound(
         number=state.number,
         version=state.version,

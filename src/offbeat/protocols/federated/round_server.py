@@ -32,6 +32,8 @@ from offbeat.protocols.federated.messages import (
 from offbeat.protocols.federated.plan import RoundPlan
 from offbeat.protocols.federated.roster import JoinedClient, Roster
 from offbeat.protocols.federated.round_keeper import FederationState, RoundKeeper, RoundTerms
+from offbeat.protocols.federated.secure.messages import SecureAnswer
+from offbeat.protocols.federated.secure_sums import SecureTerms, SumKeeper
 from offbeat.protocols.machine import Done, Effect, Effects, Event, Name, Payload, Received, Timer
 
 
@@ -52,6 +54,7 @@ class RoundServer:
         first: Clients that must be there before the first round; None: all.
         score_every: Rounds between two scores by clients; None: they do not score.
         state: That of an earlier process, which this one replaces.
+        secure: What secure sums of updates need; None: the server sees each update.
 
     """
 
@@ -71,6 +74,7 @@ class RoundServer:
         first: int | None = None,
         score_every: int | None = None,
         state: FederationState | None = None,
+        secure: SecureTerms | None = None,
     ) -> None:
         if plan.buffer is not None:
             raise UsageError(
@@ -78,7 +82,7 @@ class RoundServer:
             )
         self.name, self.plan, self.state = name, plan, state or FederationState()
         patience = patience_for(plan.silence, max(model.nbytes, update_bytes))
-        self.roster = Roster(self.state.members, plan.clients, enrolled, patience)
+        self.roster = Roster(self.state.members, plan.clients, enrolled, patience, signing=secure is not None)
         terms = RoundTerms(
             plan,
             rounds,
@@ -87,7 +91,8 @@ class RoundServer:
             first=plan.clients if first is None else first,
             score_every=score_every,
         )
-        self._rounds = RoundKeeper(terms, self.state, self.roster, model)
+        sums = None if secure is None else SumKeeper(secure, self.roster, name, plan.beat)
+        self._rounds = RoundKeeper(terms, self.state, self.roster, model, sums)
         self._seed, self._strategy, self._federation = seed, strategy, federation
 
     @property
@@ -123,6 +128,8 @@ class RoundServer:
                 self._rounds.closed(effects, now, result)
             case Done(("join", sender, join), why):
                 self._examined(effects, now, sender, join, why)
+            case Timer(("secure deadline" | "secure repeat", *_)) | Done(("secure unmasked", *_), _):
+                self._rounds.on_sum(effects, now, event)
             case Done(("update", client, number), why):
                 self._rounds.added(effects, now, client, number, why)
             case _:
@@ -143,6 +150,10 @@ class RoundServer:
             self._rounds.finish(effects, now)
         elif client in self.state.outstanding:
             self._rounds.drop(effects, now, client)
+        elif self.state.awaits_sum(client):
+            self._rounds.lose(effects, now, client)
+            if client in self.state.outstanding:
+                self._rounds.drop(effects, now, client)
 
     def _received(self, effects: Effects, now: float, sender: Name, message: Struct, payload: Payload) -> None:
         if isinstance(message, MembershipRequest):
@@ -160,12 +171,15 @@ class RoundServer:
             self._ends(effects, now, sender, member, message)
             return
         self.roster.hear(member.client, now)
-        if member.client in self.state.outstanding or self.state.phase == "finishing":
+        waits = member.client in self.state.outstanding or self.state.awaits_sum(member.client)
+        if waits or self.state.phase == "finishing":
             effects.timer(self.roster.patience, ("silent", member.client))
         if isinstance(message, Beat):
             self._answer(effects, now, sender, member.client, message)
         elif isinstance(message, UpdateSent):
             self._rounds.update(effects, now, member.client, message, payload)
+        elif isinstance(message, SecureAnswer):
+            self._rounds.on_sum(effects, now, Received(sender, message, payload))
         self._rounds.next(effects, now)
 
     def _examined(self, effects: Effects, now: float, sender: Name, join: MembershipRequest, why: str) -> None:
@@ -195,11 +209,20 @@ class RoundServer:
                 effects.send(sender, Again(state.number))
             elif beat.number != state.number or beat.activity == "idle":
                 self._rounds.ask(effects, now, client)
+        elif state.awaits_sum(client):
+            self._waits(effects, now, client, beat)
         elif beat.activity != "idle":
             accepted = state.accepted.get(client) == beat.number
             effects.send(sender, Settled(beat.number, "accepted" if accepted else "late"))
         elif state.phase == "finishing" and client not in state.finished:
             self._rounds.ask(effects, now, client)
+
+    def _waits(self, effects: Effects, now: float, client: int, beat: Beat) -> None:
+        """A client whose update is to be summed has given a sign of life: another process has forgotten the update."""
+        if beat.number != self.state.number or beat.activity == "idle":
+            self._rounds.lose(effects, now, client)
+            if client in self.state.outstanding:
+                self._rounds.ask(effects, now, client)
 
     def _ends(
         self,
@@ -223,5 +246,9 @@ class RoundServer:
         member.gone = True
         if client in state.outstanding:
             self._rounds.drop(effects, now, client)
+        elif state.awaits_sum(client):
+            self._rounds.lose(effects, now, client)
+            if client in state.outstanding:
+                self._rounds.drop(effects, now, client)
         elif state.phase == "finishing":
             self._rounds.finish(effects, now)
