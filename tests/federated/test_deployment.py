@@ -250,3 +250,69 @@ def test_strategies_of_strangers_are_never_imported() -> None:
 
     with pytest.raises(StrategyError, match="not imported here"):
         parse_built_in("mine.py:Push(0.5)")
+
+
+# -- compressed updates -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", ["topk(0.1)", "randomk(0.25) + quantize(8)"])
+def test_compressed_updates_travel_as_they_are_counted_to_the_bits_of_simulation(
+    compression: str, deployment: Any, launcher: Launcher, tmp_path: Path
+) -> None:
+    strategy = f"federated(clients=2, fraction=1, batch=16) + {compression}"
+    simulated = fit(Images(), strategy, steps=3, seed=4, launcher=launcher, out=tmp_path)
+    real = deployment("Images")
+    server = real.serve(strategy, rounds=3, seed=4)
+    for part in range(2):
+        real.join(part)
+    assert server.result()["federated"]["updates"] == 6
+    assert same_model(real.run, simulated.run)
+
+
+@pytest.mark.slow
+def test_clients_that_send_nan_or_garbage_for_a_compressed_update_are_refused_and_counted(deployment: Any) -> None:
+    real = deployment("Images")
+    server = real.serve("federated(clients=4, fraction=1, batch=16) + topk(0.1)", rounds=2)
+    for part, fault in enumerate(["", "nan", "shape", "garbage"]):
+        real.join(part, fault=fault)
+    counts = server.result()["federated"]
+    assert counts["refused"] == 6, server.output
+    assert counts["updates"] == 2
+    assert counts["failed_rounds"] == 0
+
+
+# -- privacy, robust rules and explanations ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_privacy_deployed_spends_what_the_simulation_spends_and_a_resumed_server_goes_on_counting(
+    deployment: Any, launcher: Launcher, tmp_path: Path
+) -> None:
+    strategy = "federated(clients=3, fraction=1, batch=4, privacy=privacy(noise=2, delta=0.01, clip=1))"
+    simulated = fit(Owners(), strategy, steps=3, launcher=launcher, out=tmp_path)
+    real = deployment("Owners")
+    server = real.serve(strategy, rounds=3)
+    for part in range(3):
+        real.join(part, fault="slow")
+    real.wait_for(lambda state: state.number == 2, "round 2")
+    server.kill()
+    result = real.resume().result()
+    assert result["federated"]["epsilon"] == pytest.approx(simulated.federated["epsilon"])
+    assert result["federated"]["epsilon"] > 0
+
+
+@pytest.mark.slow
+def test_a_robust_rule_deployed_gives_the_bits_of_simulation_and_its_rounds_are_explained(
+    deployment: Any, launcher: Launcher, tmp_path: Path
+) -> None:
+    strategy = "federated(clients=3, fraction=1, batch=16, robust=median)"
+    simulated = fit(Images(), strategy, steps=3, seed=4, launcher=launcher, out=tmp_path)
+    real = deployment("Images")
+    server = real.serve(strategy, rounds=3, seed=4)
+    for part in range(3):
+        real.join(part, fault="slow" if part == 1 else "")
+    assert server.result()["federated"]["updates"] == 9
+    assert same_model(real.run, simulated.run)
+    text = explained(real.run)
+    print(text)

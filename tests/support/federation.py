@@ -77,6 +77,14 @@ def break_client(task: Any, fault: str) -> None:
     if size is not None:
         client.LARGEST = 2**30
         client_work.packed = lambda _vectors: Payload(size, np.zeros(size, np.uint8))
+    if fault == "garbage":
+        packed = client_work.packed
+        client_work.packed = lambda vectors: _noise(packed(vectors).nbytes)
+
+
+def _noise(nbytes: int) -> Payload:
+    """As many random bytes."""
+    return Payload(nbytes, np.random.default_rng(1).integers(0, 256, nbytes, np.uint8))
 
 
 def _die_after(message: str) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from offbeat.errors import DataError, OffbeatError, StrategyError
 from offbeat.federated.server_work import score_on
-from offbeat.federated.vectors import packed, unpacked
+from offbeat.federated.vectors import UpdateFormat, packed, unpacked
 from offbeat.protocols.federated.messages import (
     Abandon,
     ClientFailure,
@@ -39,6 +39,7 @@ from offbeat.protocols.federated.secure.client import MaskWork
 from offbeat.protocols.machine import Done, Payload
 from offbeat.runtime.federated.aggregation import ClientUpdate, Selected
 from offbeat.runtime.federated.client_state import ClientState, ClientStates
+from offbeat.runtime.federated.exact_sum import ExactSum
 from offbeat.runtime.federated.flat_model import FlatModel
 from offbeat.runtime.federated.local_training import LocalTrainer, Visit, check_loss, examples_of
 from offbeat.runtime.federated.secure_mean import SecureMean
@@ -106,6 +107,7 @@ class _Outfit:
     start: Tensor | None
     filters: tuple[Any, ...]
     layout: Any
+    format: UpdateFormat
     states: ClientStates | None
     secure: SecureMean | None
     """Encodes updates for secure sums."""
@@ -230,6 +232,7 @@ class ClientWork:
             start=server.start_message(),
             filters=filters,
             layout=layout,
+            format=UpdateFormat.of(layout, filters),
             states=ClientStates(self.folder / (welcome.federation or "state")) if keeps else None,
             secure=sums if isinstance(sums, SecureMean) else None,
         )
@@ -249,15 +252,21 @@ class ClientWork:
             result = outfit.trainer.gradient(visit, base)
         else:
             result = outfit.trainer.train(visit, base, outfit.side, state)
-        update = result.update
+        update, own = result.update, outfit.format.compression
         for each in outfit.filters:
-            update = each.apply(update, outfit.client, task.number, state)
+            update = update if each is own else each.apply(update, outfit.client, task.number, state)
         if state is not None:
             self._unsettled = {task.number: state}
         if outfit.secure is not None:
             return self._held_back(task.number, update, result.loss, result.examples, score, scored)
         message = UpdateSent(task.number, result.loss, result.examples, score, scored)
-        return Trained(message, packed([update, result.extra if outfit.layout.extra else None]))
+        extra = result.extra if outfit.layout.extra else None
+        if own is None:
+            return Trained(message, packed([update, extra]))
+        if not ExactSum.fits(update):  # Some of what it has would be lost on the way, and the rest added up.
+            return Trained(message, Payload(0))
+        code = own.encode(update, outfit.client, task.number, state)
+        return Trained(message, packed([code, update[outfit.layout.trainable :], extra]))
 
     def _held_back(
         self, number: int, update: Tensor, loss: float, examples: int, score: float | None, scored: int

@@ -277,7 +277,7 @@ class _Serving:
         )
         self._work.shown = self._closed
         state = self._work.load()
-        model, update_bytes = self._work.payload(), self._work.path.model_bytes
+        model, update_bytes = self._work.payload(), self._work.format.nbytes
         every = None if federation.validate else task.evaluate_every or 1
         self.machine = RoundServer(
             SERVER,
@@ -295,7 +295,9 @@ class _Serving:
             state=state,
             secure=self._work.secure_terms(),
         )
-        codec: Codec[Any] = Codec(FromClient | FromServer, payload_limit=max(LARGEST, 4 * model.nbytes))
+        codec: Codec[Any] = Codec(
+            FromClient | FromServer, payload_limit=max(LARGEST, 4 * model.nbytes, 2 * update_bytes)
+        )
         self._endpoint: Endpoint[Any] = Endpoint(
             SERVER, codec, bind=federation.address, keys=keys, named_by_key=keys is not None
         )

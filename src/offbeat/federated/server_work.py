@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from offbeat.errors import RunError
 from offbeat.federated.description import describe, difference
 from offbeat.federated.store import ServerStore
-from offbeat.federated.vectors import packed, unpacked
+from offbeat.federated.vectors import UpdateFormat, packed
 from offbeat.protocols.federated.messages import AddUpdate, CloseRound, DeployedRound, Examine, RoundClosed
 from offbeat.protocols.federated.round_keeper import FederationState
 from offbeat.protocols.federated.secure.fixed_point import FixedPoint
@@ -83,6 +83,7 @@ class ServerWork:
         self._trainer = LocalTrainer(self.flat, optimizer, _no_data, _no_data, seed, 1, None)
         self._server = self.rules.algorithm.server(self.flat, self.rules.clients)
         self.path = deployed_path(strategy, self.flat, seed)
+        self.format = UpdateFormat.of(self.path.layout, self.path.filters)
         kept = {"server": self._server, "aggregation": self.path.aggregation, "optimizer": optimizer}
         self.model = GlobalModel(
             self.flat.values.clone(), kept if self._schedule is None else {**kept, "schedule": self._schedule}
@@ -135,9 +136,9 @@ class ServerWork:
 
     def _add(self, work: AddUpdate, state: FederationState) -> str:
         """Add an update; returns why it cannot be used, or nothing."""
-        layout, number = self.path.layout, work.update.number
+        number = work.update.number
         try:
-            vectors = unpacked(work.payload, 2 if layout.extra else 1, layout.size, layout.dtype)
+            vectors = self.format.unpack(work.payload, work.client, number)
         except RunError as error:
             return str(error)
         if work.update.examples < 0:

@@ -170,6 +170,8 @@ class RoundKeeper:
         if update.number == state.number and client in state.outstanding:
             if self._sums is not None:
                 self._announced(effects, now, client, update, payload)
+            elif not payload.nbytes:  # What it has cannot be compressed.
+                self.refuse(effects, now, client, "it has NaN, or numbers too large to average")
             elif payload.nbytes == self._terms.update_bytes:
                 effects.start(AddUpdate(client, update, payload), ("update", client, update.number))
                 state.round.score(update)

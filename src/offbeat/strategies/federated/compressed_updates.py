@@ -68,6 +68,11 @@ class CompressFilter(UpdateFilter):
         self._coder(client, number).coder.put(payload, values)
         update[: self._layout.trainable].copy_(values)
 
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the parameters."""
+        return self._payload_bytes
+
     def update_bytes(self, size: int, nbytes: int) -> int:
         """The payload, and buffers."""
         del size
