@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 _PATTERNS = (
+    r"test_secure_deployment\.py::test_random_deaths.*\[(?!3\])",
     r"test_pipeline_proofs\.py::test_every_schedule_is_proved_for_all.*\[(?!3\])",
     r"test_pipeline_proofs\.py::test_the_bubble_is_the_formulas_for_many.*\[(?!3\])",
     r"test_sandblaster_faults\.py::test_fifty.*\[(?![01]\])",

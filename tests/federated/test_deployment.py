@@ -17,6 +17,7 @@ from offbeat.federated import join, serve
 from offbeat.federated.server import resume
 from offbeat.protocols.federated.round_keeper import FederationState
 from offbeat.run.drive import fit
+from offbeat.run.round_advice import RoundsExplained, explained_rounds
 from offbeat.runtime.federated.round_log import read_rounds
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.messages import Keys
@@ -302,6 +303,12 @@ def test_privacy_deployed_spends_what_the_simulation_spends_and_a_resumed_server
     assert result["federated"]["epsilon"] > 0
 
 
+def explained(real: Deployment) -> RoundsExplained:
+    known = explained_rounds(real.run, json.loads((real.run / "run.json").read_text()))
+    assert known is not None
+    return known
+
+
 @pytest.mark.slow
 def test_a_robust_rule_deployed_gives_the_bits_of_simulation_and_its_rounds_are_explained(
     deployment: Any, launcher: Launcher, tmp_path: Path
@@ -314,5 +321,6 @@ def test_a_robust_rule_deployed_gives_the_bits_of_simulation_and_its_rounds_are_
         real.join(part, fault="slow" if part == 1 else "")
     assert server.result()["federated"]["updates"] == 9
     assert same_model(real.run, simulated.run)
-    text = explained(real.run)
-    print(text)
+    causes = explained(real).rounds
+    assert [cause.client for cause in causes] == [1, 1, 1]
+    assert all(0 < cause.alone <= cause.seconds for cause in causes)

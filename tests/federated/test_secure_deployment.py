@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,6 +19,7 @@ from offbeat.federated.store import FOLDER
 from offbeat.federated.vectors import packed
 from offbeat.protocols.federated.messages import RoundTask, Welcome
 from offbeat.run.drive import fit
+from offbeat.run.round_advice import explained_rounds
 from offbeat.runtime.federated.aggregation import Selected, alone
 from offbeat.runtime.federated.flat_model import FlatModel
 from offbeat.runtime.federated.round_log import read_rounds
@@ -98,6 +100,17 @@ def played(real: Deployment, clients: int, faults: dict[int, str], server_fault:
 @pytest.mark.slow
 def test_the_sum_is_right_when_clients_die_after_their_shares_and_after_their_masked_updates(deployment: Any) -> None:
     assert not played(deployment("Images"), 7, {1: "dies after DealtShares", 4: "dies after MaskedUpdate"})
+
+
+@pytest.mark.slow
+def test_a_round_that_waited_for_a_client_that_disappeared_says_so(deployment: Any) -> None:
+    real = deployment("Images")
+    assert not played(real, 4, {2: "dies training"})
+    known = explained_rounds(real.run, json.loads((real.run / "run.json").read_text()))
+    assert known is not None
+    (cause,) = known.rounds
+    assert (cause.client, cause.phase) == (2, "silence")
+    assert cause.seconds >= 2
 
 
 @pytest.mark.slow

@@ -64,6 +64,8 @@ def break_client(task: Any, fault: str) -> None:
         batches[0] += 1
         if fault == "raise" and batches[0] > 1:
             raise ValueError("the disk of this clinic is full")
+        if fault == "dies training":
+            os.kill(os.getpid(), signal.SIGKILL)
         if fault == "slow":
             time.sleep(0.1)
         return honest(self, model, batch) * (float("nan") if fault == "nan" else 1.0)

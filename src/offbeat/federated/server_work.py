@@ -92,7 +92,6 @@ class ServerWork:
         self._validation = data_of(task).validation if validate else None
         self._log, self._metrics = RoundLog(run), MetricsWriter(run / METRICS_FILE)
         self._adding = 0  # The round whose updates are in the aggregation.
-        self._arrivals: dict[int, float] = {}
 
     @property
     def seconds(self) -> float:
@@ -148,14 +147,13 @@ class ServerWork:
             return "it has NaN, or numbers too large to average"
         kept = {"vectors": vectors, "loss": work.update.loss, "examples": work.update.examples}
         self.store.write_update(number, work.client, kept)
-        self._arrivals[work.client] = time.monotonic()
         return ""
 
     def _begin(self, number: int, state: FederationState) -> None:
         """Begin to add the updates of a round; those that an earlier process accepted come first."""
         if self._adding == number:
             return
-        self._adding, self._arrivals = number, {}
+        self._adding = number
         chosen = state.round.cohort
         sizes = _sizes(state)
         self.path.aggregation.begin(Selected(number, tuple(chosen), [float(sizes[client]) for client in chosen]))
@@ -249,9 +247,10 @@ class ServerWork:
 
     def _record(self, outcome: DeployedRound, updates: int) -> None:
         """Write the round down as a simulated one is."""
-        never, arrivals = math.inf, self._arrivals
+        never, arrived, lost = math.inf, dict(outcome.arrived), dict(outcome.lost)
         times = tuple(
-            ClientTimes(client, outcome.started, never, never, arrivals.get(client, never)) for client in outcome.cohort
+            ClientTimes(client, outcome.started, never, never, arrived.get(client, never), lost.get(client, never))
+            for client in outcome.cohort
         )
         self._log.write(
             RoundOutcome(

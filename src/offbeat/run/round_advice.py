@@ -120,7 +120,6 @@ class _Round(msgspec.Struct, frozen=True):
     late: tuple[int, ...]
     dropped: tuple[int, ...]
     counts: dict[str, int]
-    came: frozenset[int]  # Clients whose updates came.
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> _Round:
@@ -139,7 +138,6 @@ class _Round(msgspec.Struct, frozen=True):
             late,
             dropped,
             counts,
-            frozenset(entry["cohort"]) - {*late, *dropped},
         )
 
     def closing(self, plan: RoundPlan, clients: int | None = None) -> RoundClosing:
@@ -154,7 +152,7 @@ class _Round(msgspec.Struct, frozen=True):
             return WaitedFor(self.number, 0.0, None, "nobody", 0.0, None, None)
         closing = self.closing(plan)
         known = math.isclose(closing.ended, self.ended, rel_tol=1e-6, abs_tol=1e-6)
-        last = closing.last if known else self._last_to_come()
+        last = closing.last if known else self._last_to_come(plan)
         before = [float(self.times[place, 3]) for place in closing.came if place != last]
         alone = self.ended - max((at for at in before if at <= self.ended), default=self.started)
         if last is None:
@@ -172,10 +170,14 @@ class _Round(msgspec.Struct, frozen=True):
         place = int(np.argmax(takes))
         return WaitedFor(self.number, seconds, self.cohort[place], *self._phase(place, 0.0))
 
-    def _last_to_come(self) -> int | None:
-        """Of rounds of real clients, which do not end to the microsecond as the rule says."""
-        places = [place for place, client in enumerate(self.cohort) if client in self.came]
-        return max(places, key=lambda place: float(self.times[place, 3]), default=None)
+    def _last_to_come(self, plan: RoundPlan) -> int | None:
+        """Of rounds of real clients, which do not end to the microsecond as the rule says; None: the deadline."""
+        if self.late and plan.deadline is not None and self.ended - self.started >= plan.deadline:
+            return None
+        # Who was given up holds a round up until then; who was refused, or came to an earlier process, has no time.
+        until = np.where(np.isfinite(self.times[:, 4]), self.times[:, 4], self.times[:, 3])
+        places = np.flatnonzero(until <= self.ended).tolist()
+        return max(places, key=lambda place: float(until[place]), default=None)
 
     def _phase(self, place: int, alone: float) -> tuple[str, float, float | None, float | None]:
         """In which phase a client lost most time against the median of the round; how long it took, and the median."""

@@ -242,6 +242,8 @@ class DeployedRound(Struct, frozen=True):
     ended: float
     failed: str = ""  # Why there is no update; empty if there is one.
     scores: tuple[tuple[float, int], ...] = ()  # Of the model that they got, and on how many examples.
+    arrived: tuple[tuple[int, float], ...] = ()  # Clients and when their updates came, as far as this process saw.
+    lost: tuple[tuple[int, float], ...] = ()  # Clients and when they were given up.
 
 
 def patience_for(silence: float, nbytes: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final, Literal
 
+import msgspec
 from msgspec import Struct, field
 
 from offbeat.protocols.federated.messages import (
@@ -104,16 +105,19 @@ class RoundKeeper:
         self._state, self._roster, self._sums = state, roster, sums
         self._asked: dict[int, float] = {}
         self._started = 0.0
+        self._ended = 0.0
+        self._arrived: dict[int, float] = {}
+        self._lost: dict[int, float] = {}
 
     def resume(self, effects: Effects, now: float) -> None:
         """Go on where the state says."""
-        state, self._started = self._state, now
+        state, self._started, self._ended = self._state, now, now
         if state.phase == "gathering":
             self._wait(effects, now)
         elif state.phase == "summing":
             self._sum(effects, now)
         elif state.phase == "closing":
-            self._conclude(effects, now)
+            self._conclude(effects)
         elif state.phase == "finishing":
             self.finish(effects, now)
         else:
@@ -137,6 +141,7 @@ class RoundKeeper:
         chosen: list[int] = cohort(self._plan, self._roster.sizes(now), self._terms.selection, state.number).tolist()
         state.round = RoundStatus(chosen)
         self._started = now
+        self._arrived, self._lost = {}, {}
         for client in chosen:
             self._roster.hear(client, now)
             self._asked.pop(client, None)
@@ -195,6 +200,7 @@ class RoundKeeper:
             self.refuse(effects, now, client, "it has NaN, or numbers too large to average")
         else:
             self._state.round.came.append(client)
+            self._arrived[client] = now
             self._state.round.score(update)
             self._check(effects, now)
 
@@ -206,6 +212,7 @@ class RoundKeeper:
             self.refuse(effects, now, client, why)
             return
         self._state.round.came.append(client)
+        self._arrived[client] = now
         self._state.accepted[client] = number
         self._state.counts["updates"] += 1
         self._settle(effects, client, "accepted")
@@ -224,6 +231,7 @@ class RoundKeeper:
     def drop(self, effects: Effects, now: float, client: int) -> None:
         """A client is gone: nothing more is expected of it in this round."""
         self._state.round.dropped.append(client)
+        self._lost[client] = now
         self._state.counts["dropped"] += 1
         self._check(effects, now)
 
@@ -237,26 +245,32 @@ class RoundKeeper:
     def close(self, effects: Effects, now: float) -> None:
         """The round is over."""
         state, late = self._state, self._state.outstanding
+        self._ended = now  # What follows takes none of the clients' time but that of a secure sum.
         state.phase = "closing"
         state.counts["late"] += len(late)
         for client in late:
             self._settle(effects, client, "late")
         if self._sums is None or round_failure(self._plan, len(state.round.cohort), len(state.round.came)):
-            self._conclude(effects, now)
+            self._conclude(effects)
             return
         status = state.round
         progress = self._sums.plan(status.cohort, status.came, self._plan.fewest)
         if isinstance(progress, str):
-            self._failed(effects, now, progress)
+            self._failed(effects, progress)
         else:
             state.phase, status.secure = "summing", progress
             self._sum(effects, now)
 
-    def _conclude(self, effects: Effects, now: float) -> None:
+    def _conclude(self, effects: Effects) -> None:
         """Have the model moved."""
         status = self._state.round
         total = b"" if status.secure is None or status.failure else status.secure.server.total
-        effects.start(CloseRound(outcome_of(self._state, self._plan, self._started, now), total), "closed")
+        outcome = msgspec.structs.replace(
+            outcome_of(self._state, self._plan, self._started, self._ended),
+            arrived=tuple(self._arrived.items()),
+            lost=tuple(self._lost.items()),
+        )
+        effects.start(CloseRound(outcome, total), "closed")
 
     # A secure sum.
 
@@ -268,13 +282,13 @@ class RoundKeeper:
         for client in status.came:
             effects.timer(self._roster.patience, ("silent", client))
         self._sums.begin(effects, now, self._state.number, status.came, status.secure)
-        self._summed(effects, now)
+        self._summed(effects)
 
     def on_sum(self, effects: Effects, now: float, event: Event) -> None:
         """An event of the secure sum."""
         if self._sums is not None and self._state.phase == "summing":
             self._sums.on(effects, now, event)
-            self._summed(effects, now)
+            self._summed(effects)
 
     def lose(self, effects: Effects, now: float, client: int) -> None:
         """A client that has announced an update is gone, or has forgotten it."""
@@ -284,9 +298,9 @@ class RoundKeeper:
             self._state.round.came.remove(client)
         elif self._state.phase == "summing":
             self._sums.lose(effects, now, client)
-            self._summed(effects, now)
+            self._summed(effects)
 
-    def _summed(self, effects: Effects, now: float) -> None:
+    def _summed(self, effects: Effects) -> None:
         """Go on if the secure sum has ended."""
         state, status, sums = self._state, self._state.round, self._sums
         if sums is None:
@@ -296,7 +310,7 @@ class RoundKeeper:
         if sums.outcome is None:
             return
         if isinstance(sums.outcome, SecureFailure):
-            self._failed(effects, now, sums.outcome.reason)
+            self._failed(effects, sums.outcome.reason)
             return
         absent = [client for client in status.came if client not in sums.outcome.clients]
         status.came = list(sums.outcome.clients)
@@ -307,16 +321,16 @@ class RoundKeeper:
             state.accepted[client] = state.number
             self._settle(effects, client, "accepted")
         state.phase = "closing"
-        self._conclude(effects, now)
+        self._conclude(effects)
 
-    def _failed(self, effects: Effects, now: float, why: str) -> None:
+    def _failed(self, effects: Effects, why: str) -> None:
         """There is no secure sum: the model stays as it is."""
         status = self._state.round
         status.failure = why
         for client in status.came:
             self._settle(effects, client, "refused", why)
         self._state.phase = "closing"
-        self._conclude(effects, now)
+        self._conclude(effects)
 
     def closed(self, effects: Effects, now: float, result: RoundClosed) -> None:
         """The model has moved, or not: go on."""
