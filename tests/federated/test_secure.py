@@ -196,13 +196,6 @@ def test_rounds_of_which_enough_stay_are_accepted(text: str) -> None:
     assert parse(f"federated(secure=True, {text})") is not None
 
 
-def test_a_deployment_says_that_it_cannot() -> None:
-    from offbeat.federated.server import Federation
-
-    with pytest.raises(StrategyError, match="secure=True is not deployed yet"):
-        Federation("federated(clients=3, fraction=1, secure=True)", rounds=1)
-
-
 SECURE = "federated(clients=12, fraction=0.5, epochs=2, batch=7, over=1.2, dropout=0.1, data=dirichlet(0.5), {})"
 
 

@@ -30,6 +30,7 @@ from offbeat.protocols.federated.plan import RoundPlan
 from offbeat.protocols.federated.round_client import RoundClient
 from offbeat.protocols.federated.round_keeper import FederationState
 from offbeat.protocols.federated.round_server import RoundServer
+from offbeat.protocols.federated.secure_sums import SecureTerms
 from offbeat.protocols.machine import Done, Effect, Event, Payload, Received, Send, SetTimer, Start, Timer
 
 MODEL_BYTES = 8
@@ -109,12 +110,16 @@ class ServerDisk:
 class SavedServer:
     """A server that saves its state before its effects are performed, and may die in between."""
 
+    secure: SecureTerms | None = None
+
     def __init__(
         self, plan: RoundPlan, seed: int, rounds: int, disk: ServerDisk, dies: Callable[[], str] = lambda: ""
     ) -> None:
         state = msgspec.json.decode(disk.state, type=FederationState) if disk.state else None
         self.name = SERVER
-        self.inner = RoundServer(SERVER, plan, seed, rounds, Payload(MODEL_BYTES), MODEL_BYTES, state=state)
+        self.inner = RoundServer(
+            SERVER, plan, seed, rounds, Payload(MODEL_BYTES), MODEL_BYTES, state=state, secure=self.secure
+        )
         self._disk, self._dies = disk, dies
         self._sum: set[int] = set()
         self._adding = 0

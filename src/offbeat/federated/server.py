@@ -98,10 +98,9 @@ class Federation:
             raise StrategyError(
                 "dropout and speeds are those of simulated clients; real ones have their own. Omit them."
             )
-        if rules.secure and (rules.privacy is not None or rules.robust is not None or strategy.compressions):
+        if rules.secure and (rules.privacy is not None or strategy.compressions):
             raise StrategyError(
-                "secure=True is deployed by itself only; with privacy, robust rules or compression it is simulated. "
-                "Omit one of them."
+                "secure=True is not deployed with privacy or compressed updates, only simulated. Omit one of them."
             )
         return strategy
 

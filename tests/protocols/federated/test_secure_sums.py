@@ -1,0 +1,185 @@
+"""Secure sums of deployed rounds in virtual time: right or refused with the reason, whatever dies, is lost or late."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from federated_worlds import PATIENCE, SavedServer, ServerDisk, WorkingClient, deaths
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from offbeat.errors import UsageError
+from offbeat.protocols.federated.messages import (
+    SERVER,
+    CloseRound,
+    EncodeUpdate,
+    MembershipRequest,
+    RoundClosed,
+    SecureStart,
+    Trained,
+    UpdateSent,
+)
+from offbeat.protocols.federated.plan import RoundPlan
+from offbeat.protocols.federated.roster import Roster
+from offbeat.protocols.federated.round_client import RoundClient, SecureIdentity
+from offbeat.protocols.federated.round_keeper import HOPELESS
+from offbeat.protocols.federated.secure.client import MaskWork
+from offbeat.protocols.federated.secure.fixed_point import FixedPoint
+from offbeat.protocols.federated.secure.primitives import identity_public
+from offbeat.protocols.federated.secure.recovery import Unmasking
+from offbeat.protocols.federated.secure_sums import SecureTerms, agreed
+from offbeat.protocols.machine import Done, Effect, Event, Payload, Start, Timer
+from offbeat.simulate.machines import LossyNetwork, Restart, Simulation, Stop
+
+LENGTH = 5
+
+
+def update_of(client: int, number: int, encoding: FixedPoint) -> Any:
+    """The encoded update of a client in a round."""
+    values = np.random.default_rng([client, number]).normal(size=LENGTH)
+    return encoding.encode(values, client + 1, seed=number)
+
+
+class MaskingClient(WorkingClient):
+    """A client that masks its updates; what it trains takes some virtual seconds."""
+
+    def __init__(self, client: int, random: Random) -> None:
+        super().__init__(client, client + 1, lambda _task: (random.uniform(0.1, 6.0), math.inf))
+        private, self.client = bytes([client + 1]) * 32, client
+        request = MembershipRequest(self.name, client, identity_public(private))
+        identity = SecureIdentity(private, random.randbytes)
+        self.inner = RoundClient(self.name, request, Payload(4, b"task"), PATIENCE, identity)
+
+    def on(self, event: Event, now: float) -> Sequence[Effect]:
+        match event:
+            case Timer(("trained", number)):
+                if number in self._abandoned:
+                    return []
+                result = Trained(UpdateSent(number, 0.0, 0), Payload(0))
+                return self._performed(self.inner.on(Done(("train", number), result), now), now)
+            case _:
+                return super().on(event, now)
+
+    def _performed(self, effects: Sequence[Effect], now: float) -> list[Effect]:
+        rest: list[Effect] = []
+        for effect in effects:
+            match effect:
+                case Start(MaskWork() as work, token):
+                    rest += self._performed(self.inner.on(Done(token, work()), now), now)
+                case Start(EncodeUpdate(number, encoding)):
+                    row = update_of(self.client, number, encoding)
+                    rest += self._performed(self.inner.on(Done(("encode", number), row), now), now)
+                case _:
+                    rest += super()._performed([effect], now)
+        return rest
+
+
+def secure_terms(random: Random) -> SecureTerms:
+    def encoding(clients: Sequence[int], weights: Sequence[float]) -> FixedPoint:
+        return FixedPoint(length=LENGTH, clients=len(clients), examples=int(max(weights)))
+
+    return SecureTerms(encoding, random.randbytes)
+
+
+class SummingServer(SavedServer):
+    """A server that gets sums only, and checks them against the updates that nobody has shown it."""
+
+    def __init__(self, plan: RoundPlan, rounds: int, disk: ServerDisk, dies: Callable[[], str], random: Random) -> None:
+        self.secure = secure_terms(random)
+        super().__init__(plan, 3, rounds, disk, dies)
+
+    def _work(self, work: Any, now: float) -> Any:
+        match work:
+            case Unmasking():
+                return work()
+            case CloseRound(outcome, total):
+                progress = self.inner.state.round.secure
+                if not outcome.failed:
+                    assert progress is not None
+                    rows = [update_of(each, outcome.number, progress.plan.encoding) for each in outcome.participants]
+                    if not np.array_equal(np.frombuffer(total, "<u4"), sum(rows)):
+                        self._disk.wrong.append(f"the sum is wrong: {outcome}")
+                    if len(rows) < 3:
+                        self._disk.wrong.append(f"a sum of {len(rows)}")
+                elif total:
+                    self._disk.wrong.append(f"a sum of a round that failed: {outcome}")
+                self._disk.closed[outcome.number] = outcome
+                return RoundClosed(not outcome.failed, Payload(8), last=False)
+            case _:
+                return super()._work(work, now)
+
+
+@hypothesis_settings(max_examples=60)
+@given(seed=st.integers(0, 10**9))
+def test_every_sum_is_right_or_refused_with_a_reason_under_any_faults(seed: int) -> None:
+    random = Random(seed)
+    count, rounds, calm = random.randint(3, 7), random.randint(1, 3), 60.0
+    rules = RoundPlan(clients=count, fraction=1.0, beat=1.0, silence=4.0, deadline=random.choice([None, 15.0]))
+    clients = [MaskingClient(client, random) for client in range(count)]
+    disk, dies = ServerDisk(), deaths(random, random.choice([0.0, 0.02, 0.1]), most=15)
+    network = LossyNetwork(
+        delay=random.uniform(0.0, 0.2),
+        jitter=random.choice([0.0, 0.3]),
+        loss=random.choice([0.0, 0.2]),
+        duplicate=random.choice([0.0, 0.2]),
+        until=calm,
+    )
+
+    def started() -> SummingServer:
+        return SummingServer(rules, rounds, disk, dies, random)
+
+    simulation = Simulation([started(), *clients], seed=seed, network=network)
+    for _ in range(random.randint(0, 4)):
+        lost = random.randrange(count)
+        if random.random() < 0.5:
+            simulation.add([Stop(clients[lost].name, random.uniform(0, calm), random.uniform(0.5, 8))])
+        else:
+            again = lambda lost=lost: MaskingClient(lost, random)  # noqa: E731
+            simulation.add([Restart(clients[lost].name, random.uniform(0, calm), again)])
+
+    def server() -> SummingServer:
+        machine: Any = simulation.machine(SERVER)
+        return machine
+
+    def over() -> bool:
+        if server().dead:
+            simulation.add([Restart(SERVER, simulation.now, started)])
+        return server().inner.state.phase == "finished"
+
+    assert simulation.run(4000.0, until=over), server().inner.state
+    assert disk.wrong == []
+    state = server().inner.state
+    assert state.number == rounds or state.fruitless >= HOPELESS
+    assert all(outcome.failed or len(outcome.participants) >= 3 for outcome in disk.closed.values())
+
+
+def test_rounds_without_faults_sum_the_updates_of_all() -> None:
+    random, disk = Random(1), ServerDisk()
+    rules = RoundPlan(clients=4, fraction=1.0, beat=1.0, silence=4.0)
+    server = SummingServer(rules, 3, disk, lambda: "", random)
+    simulation = Simulation([server, *(MaskingClient(client, random) for client in range(4))], seed=1)
+    assert simulation.run(200.0, until=lambda: server.inner.state.phase == "finished")
+    assert [sorted(outcome.participants) for outcome in disk.closed.values()] == [[0, 1, 2, 3]] * 3
+    assert disk.wrong == []
+
+
+@pytest.mark.parametrize(
+    ("identity", "why"), [(b"", "needs the cryptography package"), (b"2" * 32, "not the one it joined with")]
+)
+def test_a_client_without_its_signing_key_may_not_join(identity: bytes, why: str) -> None:
+    roster = Roster({}, 3, None, 4.0, signing=True)
+    first = MembershipRequest("a", 0, b"1" * 32)
+    assert roster.why_not("a", first) == ""
+    roster.admit("a", first, 0.0)
+    assert why in roster.why_not("a", MembershipRequest("a", 0, identity))
+
+
+def test_a_plan_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(UsageError, match="plan of a secure sum cannot be read"):
+        agreed(SecureStart(1, b"nonsense"))
