@@ -24,8 +24,7 @@ from offbeat.protocols.federated.messages import (
 from offbeat.protocols.federated.plan import RoundPlan, round_failure
 from offbeat.protocols.federated.roster import JoinedClient, Roster
 from offbeat.protocols.federated.sampling import cohort
-from offbeat.protocols.federated.secure.server import SecureFailure
-from offbeat.protocols.federated.secure_sums import SecureProgress, SumKeeper
+from offbeat.protocols.federated.secure_sums import SecureProgress
 from offbeat.protocols.machine import Effects, Event, Name, Payload
 
 HOPELESS: Final = 10
@@ -77,7 +76,11 @@ class FederationState(Struct):
 
     def awaits_sum(self, client: int) -> bool:
         """Whether a client has an update that is to be summed securely."""
-        return self.phase in ("gathering", "summing") and client in self.round.came
+        return (
+            self.phase in ("gathering", "summing")
+            and client in self.round.came
+            and self.accepted.get(client) != self.number
+        )
 
 
 class RoundTerms(Struct, frozen=True):
@@ -92,17 +95,18 @@ class RoundTerms(Struct, frozen=True):
 
 
 class RoundKeeper:
-    """Keeps the rounds of a deployment going; a part of `RoundServer`, whose state it changes."""
+    """Keeps the rounds of a deployment going; a part of `RoundServer`, whose state it changes.
 
-    def __init__(
-        self, terms: RoundTerms, state: FederationState, roster: Roster, model: Payload, sums: SumKeeper | None = None
-    ) -> None:
+    `SummingKeeper` is that of secure sums.
+    """
+
+    def __init__(self, terms: RoundTerms, state: FederationState, roster: Roster, model: Payload) -> None:
         self.troubles: list[tuple[Name, ClientFailure]] = []
         """Errors of clients that have not been shown yet; the driver empties it."""
         self.missing = ""
         """What the next round waits for, in words; empty if a round is under way."""
         self._terms, self._plan, self._model = terms, terms.plan, model
-        self._state, self._roster, self._sums = state, roster, sums
+        self._state, self._roster = state, roster
         self._asked: dict[int, float] = {}
         self._started = 0.0
         self._ended = 0.0
@@ -173,17 +177,8 @@ class RoundKeeper:
         """An update has come: add it, or refuse it."""
         state, to = self._state, self._roster.name_of(client)
         if update.number == state.number and client in state.outstanding:
-            if self._sums is not None:
-                self._announced(effects, now, client, update, payload)
-            elif not payload.nbytes:  # What it has cannot be compressed.
-                self.refuse(effects, now, client, "it has NaN, or numbers too large to average")
-            elif payload.nbytes == self._terms.update_bytes:
-                effects.start(AddUpdate(client, update, payload), ("update", client, update.number))
-                state.round.score(update)
-            else:
-                why = f"it has {payload.nbytes:,} bytes, and an update of this model has {self._terms.update_bytes:,}"
-                self.refuse(effects, now, client, why)
-        elif self._sums is not None and update.number == state.number and state.awaits_sum(client):
+            self._take(effects, now, client, update, payload)
+        elif update.number == state.number and state.awaits_sum(client):
             state.counts["duplicates"] += 1
         elif state.accepted.get(client) == update.number:
             state.counts["duplicates"] += 1
@@ -192,17 +187,17 @@ class RoundKeeper:
             state.counts["stale"] += 1
             effects.send(to, Settled(update.number, "late"))
 
-    def _announced(self, effects: Effects, now: float, client: int, update: UpdateSent, payload: Payload) -> None:
-        """A client has an update for a secure sum."""
-        if payload.nbytes:
-            self.refuse(effects, now, client, f"{payload.nbytes:,} bytes came without a mask")
-        elif not math.isfinite(update.loss):
+    def _take(self, effects: Effects, now: float, client: int, update: UpdateSent, payload: Payload) -> None:
+        """An update that is waited for: have it added, or refuse it."""
+        number, due = update.number, self._terms.update_bytes
+        if not payload.nbytes:  # What it has cannot be compressed.
             self.refuse(effects, now, client, "it has NaN, or numbers too large to average")
-        else:
-            self._state.round.came.append(client)
-            self._arrived[client] = now
+        elif payload.nbytes == due:
+            effects.start(AddUpdate(client, update, payload), ("update", client, number))
             self._state.round.score(update)
-            self._check(effects, now)
+        else:
+            why = f"it has {payload.nbytes:,} bytes, and an update of this model has {due:,}"
+            self.refuse(effects, now, client, why)
 
     def added(self, effects: Effects, now: float, client: int, number: int, why: str) -> None:
         """An update was added to the round's, or could not be."""
@@ -250,16 +245,20 @@ class RoundKeeper:
         state.counts["late"] += len(late)
         for client in late:
             self._settle(effects, client, "late")
-        if self._sums is None or round_failure(self._plan, len(state.round.cohort), len(state.round.came)):
-            self._conclude(effects)
-            return
-        status = state.round
-        progress = self._sums.plan(status.cohort, status.came, self._plan.fewest)
-        if isinstance(progress, str):
-            self._failed(effects, progress)
-        else:
-            state.phase, status.secure = "summing", progress
-            self._sum(effects, now)
+        self._over(effects, now)
+
+    def _over(self, effects: Effects, now: float) -> None:  # noqa: ARG002
+        """All that counts in this round has come."""
+        self._conclude(effects)
+
+    def on_sum(self, effects: Effects, now: float, event: Event) -> None:
+        """An event of a secure sum, which rounds of plain updates do not have."""
+
+    def lose(self, effects: Effects, now: float, client: int) -> None:
+        """A client whose update is to be summed securely is gone, or has forgotten it."""
+
+    def _sum(self, effects: Effects, now: float) -> None:
+        """Begin a secure sum, or go on with it."""
 
     def _conclude(self, effects: Effects) -> None:
         """Have the model moved."""
@@ -271,66 +270,6 @@ class RoundKeeper:
             lost=tuple(self._lost.items()),
         )
         effects.start(CloseRound(outcome, total), "closed")
-
-    # A secure sum.
-
-    def _sum(self, effects: Effects, now: float) -> None:
-        """Begin the secure sum, or go on with it."""
-        status = self._state.round
-        if self._sums is None or status.secure is None:
-            return
-        for client in status.came:
-            effects.timer(self._roster.patience, ("silent", client))
-        self._sums.begin(effects, now, self._state.number, status.came, status.secure)
-        self._summed(effects)
-
-    def on_sum(self, effects: Effects, now: float, event: Event) -> None:
-        """An event of the secure sum."""
-        if self._sums is not None and self._state.phase == "summing":
-            self._sums.on(effects, now, event)
-            self._summed(effects)
-
-    def lose(self, effects: Effects, now: float, client: int) -> None:
-        """A client that has announced an update is gone, or has forgotten it."""
-        if self._sums is None:
-            return
-        if self._state.phase == "gathering":
-            self._state.round.came.remove(client)
-        elif self._state.phase == "summing":
-            self._sums.lose(effects, now, client)
-            self._summed(effects)
-
-    def _summed(self, effects: Effects) -> None:
-        """Go on if the secure sum has ended."""
-        state, status, sums = self._state, self._state.round, self._sums
-        if sums is None:
-            return
-        for name, why in sums.refusals():
-            self.troubles.append((name, ClientFailure(state.number, f"secure sum: {why}", "")))
-        if sums.outcome is None:
-            return
-        if isinstance(sums.outcome, SecureFailure):
-            self._failed(effects, sums.outcome.reason)
-            return
-        absent = [client for client in status.came if client not in sums.outcome.clients]
-        status.came = list(sums.outcome.clients)
-        status.dropped += absent
-        state.counts["dropped"] += len(absent)
-        state.counts["updates"] += len(status.came)
-        for client in status.came:
-            state.accepted[client] = state.number
-            self._settle(effects, client, "accepted")
-        state.phase = "closing"
-        self._conclude(effects)
-
-    def _failed(self, effects: Effects, why: str) -> None:
-        """There is no secure sum: the model stays as it is."""
-        status = self._state.round
-        status.failure = why
-        for client in status.came:
-            self._settle(effects, client, "refused", why)
-        self._state.phase = "closing"
-        self._conclude(effects)
 
     def closed(self, effects: Effects, now: float, result: RoundClosed) -> None:
         """The model has moved, or not: go on."""

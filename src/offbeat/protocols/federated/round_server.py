@@ -34,6 +34,7 @@ from offbeat.protocols.federated.roster import JoinedClient, Roster
 from offbeat.protocols.federated.round_keeper import FederationState, RoundKeeper, RoundTerms
 from offbeat.protocols.federated.secure.messages import SecureAnswer
 from offbeat.protocols.federated.secure_sums import SecureTerms, SumKeeper
+from offbeat.protocols.federated.summing_keeper import SummingKeeper
 from offbeat.protocols.machine import Done, Effect, Effects, Event, Name, Payload, Received, Timer
 
 
@@ -91,8 +92,12 @@ class RoundServer:
             first=plan.clients if first is None else first,
             score_every=score_every,
         )
-        sums = None if secure is None else SumKeeper(secure, self.roster, name, plan.beat)
-        self._rounds = RoundKeeper(terms, self.state, self.roster, model, sums)
+        parts = terms, self.state, self.roster, model
+        self._rounds = (
+            RoundKeeper(*parts)
+            if secure is None
+            else SummingKeeper(*parts, sums=SumKeeper(secure, self.roster, name, plan.beat))
+        )
         self._seed, self._strategy, self._federation = seed, strategy, federation
 
     @property
