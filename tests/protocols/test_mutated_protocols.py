@@ -209,8 +209,8 @@ def test_a_wrong_line_shows_in_the_simulator_and_in_a_real_run(
 SHARD = Broken(
     Shard,
     "apply",
-    right="Update(self.version, 1 / weight, self._sum.settings)",
-    wrong="Update(self.version, 2 / weight, self._sum.settings)",
+    right="Update(self.version, 1 / weight, self._sum.settings, workers=workers)",
+    wrong="Update(self.version, 2 / weight, self._sum.settings, workers=workers)",
     strategy="server(consistency=bsp)",
     holds=lambda seen: seen.bias == pytest.approx(-STEPS * RATE),
 )

@@ -94,6 +94,7 @@ COMMANDS: Final = (
             "reduce 'S(BBS)(KK)' --equal C --draw tree.svg",
         ),
         options.ReduceOptions,
+        own_section=True,
     ),
     Command(
         "check",

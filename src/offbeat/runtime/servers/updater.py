@@ -180,7 +180,11 @@ class Updater:
         rates = [group["lr"] for group in optimizer.param_groups]
         for group, own in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = own * rate
-        reason = self._step(optimizer, work)
+        reason = ""
+        if isinstance(optimizer, ProgramOptimizer):
+            reason = self._run_program(optimizer, work)
+        else:
+            optimizer.step()
         for group, own in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = own
         if covered is not None:
@@ -188,10 +192,7 @@ class Updater:
                 member.grad = torch.from_numpy(self._sum.total[low:high])
         return reason
 
-    def _step(self, optimizer: Optimizer, work: Update) -> str:
-        if not isinstance(optimizer, ProgramOptimizer):
-            optimizer.step()
-            return ""
+    def _run_program(self, optimizer: ProgramOptimizer, work: Update) -> str:
         optimizer.staleness, optimizer.workers = work.missed, work.workers
         then = None if work.payload is None else self.kept.get(work.version - 1 - work.missed)
         places = {id(member): place for member, place in self._members}
