@@ -111,6 +111,7 @@ RESULT = [
     "placement",
     "tensor",
     "federated",
+    "sandblaster",
     "warnings",
     "first_batch",
     "error",
