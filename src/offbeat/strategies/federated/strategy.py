@@ -104,8 +104,8 @@ class Federated(Exchanging):
         "federated(clients=1000, algorithm=fedprox(0.01), data=dirichlet(0.3))",
         "federated(algorithm=fedbuff(10), speeds=lognormal(sigma=0.8))",
         "federated(clients=1000, fraction=0.05, privacy=privacy(epsilon=8.0, delta=0.0001))",
-        "federated(clients=100, fraction=0.2, over=1.2, secure=True)",
-        "federated(clients=200, fraction=0.2, secure=True, privacy=privacy(epsilon=8, delta=1e-3))",
+        "federated(fraction=0.2, over=1.2, secure=True)",
+        "federated(clients=200, fraction=0.2, secure=True, privacy=privacy(epsilon=8.0, delta=0.001))",
         "federated(secure=True) + randomk(0.1)",
         "federated + quantize(8)",
     )
