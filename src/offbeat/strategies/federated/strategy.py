@@ -105,7 +105,7 @@ class Federated(Exchanging):
         "federated(algorithm=fedbuff(10), speeds=lognormal(sigma=0.8))",
         "federated(clients=1000, fraction=0.05, privacy=privacy(epsilon=8.0, delta=0.0001))",
         "federated(fraction=0.2, over=1.2, secure=True)",
-        "federated(clients=200, fraction=0.2, secure=True, privacy=privacy(epsilon=8.0, delta=0.001))",
+        "federated(clients=200, fraction=0.2, privacy=privacy(epsilon=8.0, delta=0.001), secure=True)",
         "federated(secure=True) + randomk(0.1)",
         "federated + quantize(8)",
     )
