@@ -107,7 +107,7 @@ class Federated(Exchanging):
         "federated(fraction=0.2, over=1.2, secure=True)",
         "federated(clients=200, fraction=0.2, privacy=privacy(epsilon=8.0, delta=0.001), secure=True)",
         "federated(secure=True) + randomk(0.1)",
-        "federated + quantize(8)",
+        "federated + quantize(4)",
     )
     carries = True
     point_to_point = True
