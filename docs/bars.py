@@ -12,7 +12,7 @@ PROGRAMS = (
     *("collectives", "calls", "gossip", "training", "sharding", "tensor", "stages", "pipelines"),
     *("predicted_pipelines", "stress", "servers"),
     *("staleness", "hogwild", "simulated_servers", "compressors", "slow_links", "sick_runs", "stamping", "page"),
-    *("laws", "noise_scale", "league", "secure_aggregation", "programs", "sandblaster"),
+    *("laws", "noise_scale", "league", "secure_aggregation", "programs", "sandblaster", "federated"),
 )
 HEAD = """# Bars
 
