@@ -5,6 +5,9 @@ are at least 1.7 times as fast as one where computing dominates; and of four wor
 costs at most 15 % with portions, where one part for each worker costs about 65 %.
 
 The first two are measured on real processes of one thread each, the third in virtual time with the protocol's machines.
+
+With 20,000 examples instead of 60,000, portions of 312 examples each push a gradient of 1 MB, and two workers are 1.61
+[1.58, 1.63] times as fast as one: their pushes, and the shards that add them, take time of the same two cores.
 """
 
 from __future__ import annotations
@@ -108,9 +111,9 @@ def static_parts() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=10)
+    parser.add_argument("--blocks", type=int, default=15)
     parser.add_argument("--parameters", type=int, default=10_000_000)
-    parser.add_argument("--examples", type=int, default=20_000)
+    parser.add_argument("--examples", type=int, default=60_000)
     parser.add_argument("--out", type=Path, default=RESULTS / "sandblaster.json")
     options = parser.parse_args()
     with Launcher() as launcher:
