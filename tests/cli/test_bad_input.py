@@ -85,7 +85,7 @@ def test_a_gpu_that_is_not_there_is_refused(run: Offbeat) -> None:
 @pytest.mark.parametrize(
     ("strategy", "pieces"),
     [
-        ("alreduce", ["There is no strategy 'alreduce'", "Did you mean 'allreduce'?"]),
+        ("alreduce", ["Unknown strategy 'alreduce'", "Did you mean 'allreduce'?"]),
         ("allreduce(buket=3)", ["no argument 'buket'", "Did you mean 'bucket'?"]),
         ("accumulate(-1)", ["steps is -1, but at least 1"]),
         ("accumulate(2.5)", ["steps takes int, not 2.5"]),
@@ -329,7 +329,7 @@ def test_a_refused_command_prints_one_error_and_leaves_nothing(cli: Cli, tmp_pat
     done = cli("run", DIGITS, "--strategy", "alreduce", "--format", "json")
     told = json.loads(done.stdout)
     assert (done.returncode, told["error"]["type"], told["error"]["exit_code"]) == (2, "StrategyError", 2)
-    assert done.stderr.startswith("error: There is no strategy 'alreduce'. Did you mean 'allreduce'?")
+    assert done.stderr.startswith("error: Unknown strategy 'alreduce'. Did you mean 'allreduce'?")
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 

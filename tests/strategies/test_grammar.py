@@ -242,7 +242,7 @@ def test_a_long_sum_of_compressions_is_read() -> None:
         ("bosen(2)", "'bosen' stands for `server(consistency=ssp(3))` and takes no arguments"),
         ("loop", "The alias 'loop' means itself"),
         ("egg", "The alias 'egg' means itself"),
-        ("ddp", "There is no strategy 'ddp'."),
+        ("ddp", "Unknown strategy 'ddp'."),
         ("local(server)", "steps takes int, not server"),
     ],
 )

@@ -142,4 +142,4 @@ def _load(name: str, points: list[metadata.EntryPoint]) -> type[Strategy]:
 
 
 def _unknown(name: str, valid: Iterable[str]) -> StrategyError:
-    return StrategyError(f"There is no strategy {shown(name)!r}.{did_you_mean(name, set(valid))}")
+    return StrategyError(f"Unknown strategy {shown(name)!r}.{did_you_mean(name, set(valid))}")
