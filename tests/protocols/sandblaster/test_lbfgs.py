@@ -9,8 +9,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from offbeat.protocols.sandblaster.commands import encoded, reduced
 from offbeat.protocols.sandblaster.lbfgs import Evaluate, Iteration, Lbfgs
-from offbeat.protocols.sandblaster.messages import PARAMETERS, POINT, Gather, Gathered, reduced
+from offbeat.protocols.sandblaster.messages import PARAMETERS, POINT, Gather, Gathered
 from offbeat.runtime.sandblaster.registers import Registers
 from offbeat.tasks.logistic import Logistic
 
@@ -24,6 +25,7 @@ class Shards:
         self._cuts = np.linspace(0, len(start), shards + 1).astype(int)[1:-1]
         self._shards = [Registers() for _ in range(shards)]
         self._objective = objective
+        self._sent: set[str] = set()
         for shard, part in zip(self._shards, np.split(start, self._cuts), strict=True):
             shard.load(part)
 
@@ -32,7 +34,8 @@ class Shards:
 
     def answer(self, request: object) -> tuple[float, ...]:
         if not isinstance(request, Evaluate):
-            return reduced(request, [shard.carry_out(request) for shard in self._shards])
+            commands = encoded(request, self._sent)
+            return reduced(request, [shard.carry_out(commands) for shard in self._shards])
         loss, gradient = self._objective(self.joined(POINT))
         for shard, part in zip(self._shards, np.split(gradient, self._cuts), strict=True):
             shard.carry_out([Gather(0, 1)])

@@ -7,6 +7,7 @@ are collected in front of vectors, so that `lr * g / d` is one division and one 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,7 +31,7 @@ STEPS: Final = 20_000
 """Steps of an evaluation."""
 VALUES: Final = 1_000
 """Values of a program, all of its operations among them."""
-REDUCTIONS: Final = ("dot", "sum")
+REDUCTIONS: Final = ("dot", "sum", "largest")
 """Operations of a graph that make a scalar of vectors; `norm` and `mean` are made of them."""
 _FLIPPED: Final = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
 
@@ -247,8 +248,13 @@ _Result = int | tuple[int, ...] | _Closure | _Partial
 
 def evaluate(program: Program) -> tuple[ValueGraph, tuple[int, ...]]:
     """The graph of a program, and the values in it that are its results."""
-    evaluation = _Evaluation(program)
-    result = run(evaluation.of(program.applied, None))
+    return evaluate_term(program.applied, program.vectors)
+
+
+def evaluate_term(term: Term, vectors: Sequence[str]) -> tuple[ValueGraph, tuple[int, ...]]:
+    """The graph of a term in which these names are vectors and all others scalars, and the values of its results."""
+    evaluation = _Evaluation(vectors)
+    result = run(evaluation.of(term, None))
     results = result if isinstance(result, tuple) else (result,)
     return evaluation.graph, tuple(value for value in results if isinstance(value, int))
 
@@ -256,9 +262,9 @@ def evaluate(program: Program) -> tuple[ValueGraph, tuple[int, ...]]:
 class _Evaluation:
     """Call by value, with what variables mean kept beside the term."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, vectors: Sequence[str]) -> None:
         self.graph = ValueGraph()
-        self.vectors = {name: self.graph.add(GraphValue("vector", name=name, vector=True)) for name in program.vectors}
+        self.vectors = {name: self.graph.add(GraphValue("vector", name=name, vector=True)) for name in vectors}
         self.steps = 0
 
     def count(self, term: Term) -> None:

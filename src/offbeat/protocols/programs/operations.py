@@ -78,6 +78,7 @@ OPERATIONS: Final = {
         Operation("dot", 2, None),
         Operation("norm", 1, None),
         Operation("sum", 1, None),
+        Operation("largest", 1, None),
         Operation("mean", 1, None),
         Operation("length", 1, None),
     )

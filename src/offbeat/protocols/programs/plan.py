@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
 from offbeat.errors import ProgramError
-from offbeat.protocols.programs.graph import REDUCTIONS, GraphValue, ValueGraph, evaluate
+from offbeat.protocols.programs.graph import REDUCTIONS, GraphValue, ValueGraph, evaluate, evaluate_term
 from offbeat.protocols.programs.program import Program
+from offbeat.protocols.programs.term import Term
 
 BUFFERS: Final = 64
 """Buffers of a chunk's size that a pass may use."""
@@ -86,11 +88,13 @@ class Plan:
     vectors: tuple[str, ...]
     """Names of its vectors: parameters, gradient, states."""
     outputs: tuple[int, ...]
-    """The vectors that it replaces: 0, and 2 onward for states."""
+    """The vectors that it replaces: 0, and 2 onward for states. Negative numbers are vectors that it does not read."""
     values: tuple[GraphValue, ...]
     """Scalars are computed from these; instructions refer to them by number."""
     passes: tuple[Pass, ...]
     """What is done, in order."""
+    numbers: tuple[int, ...] = ()
+    """Reductions of the last pass whose numbers are results as well."""
 
     @property
     def scalars(self) -> tuple[str, ...]:
@@ -101,7 +105,8 @@ class Plan:
     @cached_property
     def hash(self) -> str:
         """A hash of all instructions: programs of equal hashes do the same."""
-        return hashlib.sha256(repr((self.vectors, self.outputs, self.values, self.passes)).encode()).hexdigest()
+        shape = (self.vectors, self.outputs, self.values, self.passes, *([self.numbers] if self.numbers else ()))
+        return hashlib.sha256(repr(shape).encode()).hexdigest()
 
     @cached_property
     def cost(self) -> ProgramCost:
@@ -134,6 +139,36 @@ def plan_of(program: Program) -> Plan:
         last = level == max(levels.values(), default=0)
         passes.append(fused.one_pass(fused.results if last else wanted, outputs if last else ()))
     return Plan(program.vectors, outputs, tuple(graph.values), tuple(passes))
+
+
+def one_pass_plan(term: Term, vectors: Sequence[str], outputs: Sequence[int]) -> Plan:
+    """The plan of a term whose results are vectors, which go into `outputs`, and reductions; both in one pass.
+
+    Reductions are over a part of the vectors only, so nothing may be computed from them but by whoever has all parts.
+    """
+    graph, results = evaluate_term(term, vectors)
+    replaced = tuple(result for result in results if graph.is_vector(result))
+    numbers = tuple(result for result in results if not graph.is_vector(result))
+    operations = [value.operation for value in graph.values]
+    for value in graph.values:
+        partial = next((operations[each] for each in value.arguments if operations[each] in REDUCTIONS), value.name)
+        if partial in (*REDUCTIONS, "length"):
+            raise ProgramError(
+                f"{partial!r} is known for each shard's part only, so nothing can be computed from it here: let the "
+                "program return it, and give the number to the next program."
+            )
+    if any(operations[number] not in REDUCTIONS for number in numbers):
+        raise ProgramError(
+            f"The program returns a scalar that is not {', '.join(REDUCTIONS)} of a vector: shards have no others."
+        )
+    selection = _Selection(graph, [*_distinct(graph, replaced, tuple(outputs)), *dict.fromkeys(numbers)])
+    return Plan(
+        tuple(vectors),
+        tuple(outputs),
+        tuple(graph.values),
+        (selection.one_pass(selection.results, tuple(outputs)),),
+        numbers,
+    )
 
 
 def _distinct(graph: ValueGraph, results: tuple[int, ...], outputs: tuple[int, ...]) -> list[int | None]:
@@ -248,7 +283,8 @@ class _Selection:
     def one_pass(self, roots: list[int | None] | list[int], outputs: tuple[int, ...]) -> Pass:
         """A pass that computes these values: results into these vectors, or reductions."""
         steps, scalars = self._needed_for([root for root in roots if root is not None])
-        targets = {root: output for root, output in zip(roots, outputs, strict=bool(outputs)) if root is not None}
+        # Reductions may follow the results that are vectors.
+        targets = {root: output for root, output in zip(roots, outputs, strict=False) if root is not None}
         return _Allocation(self, steps, targets).whole(tuple(scalars))
 
     def _needed_for(self, roots: list[int]) -> tuple[list[int], list[int]]:

@@ -284,8 +284,8 @@ def _traced(name: str) -> Callable[..., Symbol]:
     return record
 
 
-sqrt, exp, log, sign, where, clip, dot, norm, mean, length = map(
-    _traced, ("sqrt", "exp", "log", "sign", "where", "clip", "dot", "norm", "mean", "length")
+sqrt, exp, log, sign, where, clip, dot, norm, mean, largest, length = map(
+    _traced, ("sqrt", "exp", "log", "sign", "where", "clip", "dot", "norm", "mean", "largest", "length")
 )
 minimum, maximum, total = map(_traced, ("min", "max", "sum"))
 

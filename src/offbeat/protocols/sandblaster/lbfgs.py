@@ -11,22 +11,30 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
+from offbeat.protocols.sandblaster.commands import ProgramCall, command
 from offbeat.protocols.sandblaster.line_search import LineTrial, strong_wolfe
-from offbeat.protocols.sandblaster.messages import (
-    PARAMETERS,
-    POINT,
-    AbsoluteSum,
-    Axpy,
-    Command,
-    Copy,
-    DotProduct,
-    Largest,
-    Scale,
-)
+from offbeat.protocols.sandblaster.messages import PARAMETERS, POINT
 
 _DIRECTION = "d"
 _GRADIENTS = ("g0", "g1", "g2", "g3")  # Of the start, both ends of an interval, and a trial.
 _LEAST_CURVATURE = 1e-10
+
+# What shards do. Each goes over their vectors once, and asks for the number that the next one needs.
+COPY = command(1, r"\x. x")
+STEEPEST = command(1, r"\g. largest (abs g)")
+FIRST_DIRECTION = command(1, r"\g. let d = -g in (d, dot g d, largest (abs d), sum (abs g))")
+BEGIN_DIRECTION = command(2, r"\g s. let d = -g in (d, dot s d)")
+BACK = command(3, r"\d y s weight. let d = d - weight * y in (d, dot s d)")
+TURN = command(2, r"\d y weight size. let d = size * (d - weight * y) in (d, dot y d)")
+FORTH = command(3, r"\d s y weight. let d = d + weight * s in (d, dot y d)")
+END_DIRECTION = command(3, r"\d s g weight. let d = d + weight * s in (d, dot g d, largest (abs d), sum (abs g))")
+MOVE = command(2, r"\x d step. x + step * d")
+SLOPE = command(2, r"\g d. dot g d")
+REMEMBER = command(
+    4,
+    r"""\x d g before step. let s = step * d in let y = g - before in
+    (s, y, x + step * d, dot y s, dot y y, largest (abs g))""",
+)
 
 
 @dataclass(frozen=True)
@@ -36,9 +44,9 @@ class Evaluate:
     gradient: str
 
 
-Request = Sequence[Command] | Evaluate
+Request = Sequence[ProgramCall] | Evaluate
 Answer = Sequence[float]
-"""The numbers that commands gave, over all shards; or the loss alone."""
+"""The numbers that programs returned, over all shards; or the loss alone."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,16 @@ class _Pair:
     scale: float
     """1 / (s·y)"""
 
+    @property
+    def step(self) -> str:
+        """The register of the step."""
+        return f"s{self.slot}"
+
+    @property
+    def change(self) -> str:
+        """The register of the gradient's change."""
+        return f"y{self.slot}"
+
 
 class Lbfgs:
     """The optimizer: `iterate` is one iteration, a generator of requests that are answered by `send`."""
@@ -79,10 +97,10 @@ class Lbfgs:
     def iterate(self) -> Generator[Request, Answer, Iteration]:
         """One iteration: direction, line search, and the new pair of the history."""
         if not self._gradient:
-            yield [Copy(PARAMETERS, POINT)]
+            yield [ProgramCall(COPY, (PARAMETERS,), into=(POINT,))]
             self._loss = yield from self._evaluate(_GRADIENTS[0])
             self._gradient = _GRADIENTS[0]
-            (self._steepest,) = yield [Largest(self._gradient)]
+            (self._steepest,) = yield [ProgramCall(STEEPEST, (self._gradient,))]
         if self._steepest <= self._tolerance:
             return self._end(0.0, f"the gradient is at most {self._tolerance:g} everywhere")
         slope, longest, absolute = yield from self._direct()
@@ -114,18 +132,27 @@ class Lbfgs:
 
         Each request updates the direction by the number that the one before gave, and asks for the next.
         """
+        pairs, into = list(self._pairs), (_DIRECTION,)
+        if not pairs:
+            slope, longest, absolute = yield [ProgramCall(FIRST_DIRECTION, (self._gradient,), into=into)]
+            return slope, longest, absolute
         weights: list[float] = []
-        commands: list[Command] = [Copy(self._gradient, _DIRECTION), Scale(_DIRECTION, -1.0)]
-        for pair in reversed(self._pairs):
-            (product,) = yield [*commands, DotProduct(f"s{pair.slot}", _DIRECTION)]
+        call = ProgramCall(BEGIN_DIRECTION, (self._gradient, pairs[-1].step), into=into)
+        for pair, older in zip(reversed(pairs), [*reversed(pairs[:-1]), None], strict=True):
+            (product,) = yield [call]
             weights.append(product * pair.scale)
-            commands = [Axpy(_DIRECTION, -weights[-1], f"y{pair.slot}")]
-        commands.append(Scale(_DIRECTION, self._diagonal))
-        for pair, weight in zip(self._pairs, reversed(weights), strict=True):
-            (product,) = yield [*commands, DotProduct(f"y{pair.slot}", _DIRECTION)]
-            commands = [Axpy(_DIRECTION, weight - product * pair.scale, f"s{pair.slot}")]
-        wanted = [DotProduct(self._gradient, _DIRECTION), Largest(_DIRECTION), AbsoluteSum(self._gradient)]
-        slope, longest, absolute = yield [*commands, *wanted]
+            if older is None:
+                call = ProgramCall(TURN, (_DIRECTION, pair.change), (weights[-1], self._diagonal), into)
+            else:
+                call = ProgramCall(BACK, (_DIRECTION, pair.change, older.step), (weights[-1],), into)
+        for pair, newer, weight in zip(pairs, [*pairs[1:], None], reversed(weights), strict=True):
+            (product,) = yield [call]
+            left = (weight - product * pair.scale,)
+            if newer is None:
+                call = ProgramCall(END_DIRECTION, (_DIRECTION, pair.step, self._gradient), left, into)
+            else:
+                call = ProgramCall(FORTH, (_DIRECTION, pair.step, newer.change), left, into)
+        slope, longest, absolute = yield [call]
         return slope, longest, absolute
 
     def _search(self, start: LineTrial, first: float, longest: float) -> Generator[Request, Answer, LineTrial]:
@@ -133,10 +160,10 @@ class Lbfgs:
         search = strong_wolfe(start, first, longest, self._least_change)
         probe = next(search)
         while True:
-            yield [Copy(PARAMETERS, POINT), Axpy(POINT, probe.step, _DIRECTION)]
+            yield [ProgramCall(MOVE, (PARAMETERS, _DIRECTION), (probe.step,), (POINT,))]
             register = next(name for name in _GRADIENTS if name not in {trial.gradient for trial in probe.kept})
             loss = yield from self._evaluate(register)
-            (slope,) = yield [DotProduct(register, _DIRECTION)]
+            (slope,) = yield [ProgramCall(SLOPE, (register, _DIRECTION))]
             try:
                 probe = search.send(LineTrial(probe.step, loss, slope, register))
             except StopIteration as end:
@@ -145,17 +172,10 @@ class Lbfgs:
     def _remember(self, start: LineTrial, taken: LineTrial) -> Generator[Request, Answer, None]:
         """Move to the new parameters, and add the step and the change of the gradient to the history."""
         slot = next(n for n in range(self._history + 1) if n not in {pair.slot for pair in self._pairs})
-        step, change = f"s{slot}", f"y{slot}"
-        curvature, square, self._steepest = yield [
-            Copy(_DIRECTION, step),
-            Scale(step, taken.step),
-            Axpy(PARAMETERS, taken.step, _DIRECTION),
-            Copy(taken.gradient, change),
-            Axpy(change, -1.0, start.gradient),
-            DotProduct(change, step),
-            DotProduct(change, change),
-            Largest(taken.gradient),
-        ]
+        pair = _Pair(slot, math.inf)
+        registers = (PARAMETERS, _DIRECTION, taken.gradient, start.gradient)
+        into = (pair.step, pair.change, PARAMETERS)
+        curvature, square, self._steepest = yield [ProgramCall(REMEMBER, registers, (taken.step,), into)]
         if curvature > _LEAST_CURVATURE:
             self._pairs.append(_Pair(slot, 1.0 / curvature))
             self._diagonal = curvature / square

@@ -1,13 +1,10 @@
-"""Everything that shards, workers and the coordinator of Sandblaster say to each other; and the vector commands.
+"""Everything that shards, workers and the coordinator of Sandblaster say to each other; and the commands.
 
 Messages may be lost, late or come twice: every request has a number, is resent under it until it is answered, and is
 carried out once. Vectors travel as the payload beside a message, and never to or from the coordinator.
 """
 
 from __future__ import annotations
-
-import math
-from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -27,52 +24,20 @@ def shard_name(shard: int) -> Name:
     return f"shard {shard}"
 
 
-class DotProduct(Struct, frozen=True, tag="dot", array_like=True):
-    """The dot product of two registers: a number."""
+class DefineProgram(Struct, frozen=True, tag="define", array_like=True):
+    """A program over registers, which later commands name by its hash."""
 
-    left: str
-    right: str
-
-
-class AbsoluteSum(Struct, frozen=True, tag="asum", array_like=True):
-    """The sum of a register's absolute values."""
-
-    of: str
+    vectors: int  # How many of its arguments, from the first, are registers; the others are scalars.
+    text: str
 
 
-class Largest(Struct, frozen=True, tag="amax", array_like=True):
-    """The largest absolute value of a register."""
+class RunProgram(Struct, frozen=True, tag="run", array_like=True):
+    """Run a program: its results that are vectors go into registers, and those that are scalars are the answer."""
 
-    of: str
-
-
-class Copy(Struct, frozen=True, tag="copy", array_like=True):
-    """One register's numbers in another."""
-
-    source: str
-    into: str
-
-
-class Scale(Struct, frozen=True, tag="scale", array_like=True):
-    """A register times a number."""
-
-    register: str
-    factor: float
-
-
-class Axpy(Struct, frozen=True, tag="axpy", array_like=True):
-    """A register plus `factor` times another."""
-
-    register: str
-    factor: float
-    addend: str
-
-
-class Multiply(Struct, frozen=True, tag="multiply", array_like=True):
-    """A register times another, number by number."""
-
-    register: str
-    by: str
+    program: str
+    registers: tuple[str, ...]
+    scalars: tuple[float, ...]
+    into: tuple[str, ...]
 
 
 class Gather(Struct, frozen=True, tag="gather", array_like=True):
@@ -88,18 +53,7 @@ class Gathered(Struct, frozen=True, tag="gathered", array_like=True):
     into: str
 
 
-Command = DotProduct | AbsoluteSum | Largest | Copy | Scale | Axpy | Multiply | Gather | Gathered
-Reduction = DotProduct | AbsoluteSum | Largest
-
-
-def reduced(commands: Sequence[Command], parts: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """The numbers of commands over whole vectors, from those over each shard's part."""
-    reductions = [command for command in commands if isinstance(command, Reduction)]
-    columns = zip(*parts, strict=True)
-    return tuple(
-        max(column) if isinstance(command, Largest) else math.fsum(column)
-        for command, column in zip(reductions, columns, strict=True)
-    )
+Command = DefineProgram | RunProgram | Gather | Gathered
 
 
 class CommandBatch(Struct, frozen=True, tag=True):

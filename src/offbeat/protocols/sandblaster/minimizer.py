@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 
 from offbeat.protocols.machine import NOTHING, Effect, Effects, Ended, Event, Name, Received, Timer
 from offbeat.protocols.sandblaster import messages as msg
+from offbeat.protocols.sandblaster.commands import ProgramCall, encoded, reduced
 from offbeat.protocols.sandblaster.lbfgs import Answer, Evaluate, Iteration, Lbfgs, Request
 from offbeat.protocols.sandblaster.portions import Portions
 
@@ -36,6 +37,8 @@ class Minimizer:
         self._evaluation = 0
         self._work: Portions | None = None  # Its portions, once shards add up gradients.
         self._losses: dict[int, float] = {}
+        self._calls: Sequence[ProgramCall] = ()  # What the batch asks for, besides gradients.
+        self._sent: set[str] = set()  # Hashes of the programs that shards have.
         self._batch = msg.CommandBatch(0, ())
         self._answers: dict[Name, tuple[float, ...]] = {}
         self._asks: dict[Name, msg.WorkRequest] = {}  # The latest of each worker.
@@ -93,7 +96,7 @@ class Minimizer:
         elif commands and isinstance(commands[0], msg.Gathered):
             self._go_on((math.fsum(self._losses.values()),))
         else:
-            self._go_on(msg.reduced(commands, [self._answers[shard] for shard in self._shards]))
+            self._go_on(reduced(self._calls, [self._answers[shard] for shard in self._shards]))
 
     def _go_on(self, answer: Answer | None) -> None:
         """The next request of the iteration."""
@@ -109,7 +112,8 @@ class Minimizer:
             self._evaluation += 1
             self._command([msg.Gather(self._evaluation, self._portions)])
         else:
-            self._command(request)
+            self._calls = tuple(request)
+            self._command(encoded(self._calls, self._sent))
 
     # Workers.
 

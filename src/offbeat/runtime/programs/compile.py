@@ -65,9 +65,11 @@ OPERATIONS: Final[Mapping[str, Operation]] = {
 }
 """What each instruction does to chunks."""
 _REDUCTIONS: Final[Mapping[str, Callable[[list[Tensor]], Tensor]]] = {
-    "dot": lambda v: torch.dot(v[0], v[1]),
-    "sum": lambda v: torch.sum(v[0]),
+    "dot": lambda v: torch.dot(v[0].double(), v[1].double()),
+    "sum": lambda v: torch.sum(v[0], dtype=torch.float64),
+    "largest": lambda v: torch.max(v[0]),
 }
+"""Numbers of a chunk: sums in 64 bits, whatever the vectors are of."""
 
 
 class CompiledProgram:
@@ -84,8 +86,8 @@ class CompiledProgram:
         out: Sequence[Tensor] | None = None,
         check: bool = True,
         bounds: dict[int, Interval] | None = None,
-    ) -> None:
-        """Replace the parameters and states by the program's results.
+    ) -> tuple[float, ...]:
+        """Replace the parameters and states by the program's results, and return those that are numbers.
 
         Args:
             vectors: The plan's vectors, in its order: contiguous, of one length and type.
@@ -109,8 +111,9 @@ class CompiledProgram:
             if check and out is None and not self._proved(vectors, known, {} if bounds is None else bounds):
                 self._run_pass(last, vectors, None, known, check=True)
             if self.kernel is not None and self._run_kernel(vectors, targets, known, check and out is not None):
-                return
-            self._run_pass(last, vectors, targets, known, check=check and out is not None)
+                return ()
+            chunks = self._run_pass(last, vectors, targets, known, check=check and out is not None)
+            return tuple(self._joined(number, chunks) for number in self.plan.numbers)
 
     def _proved(self, vectors: Sequence[Tensor], known: Mapping[int, float], bounds: dict[int, Interval]) -> bool:
         """Whether results are finite, by bounds of the vectors: kept ones or, where those do not do, measured."""
@@ -175,13 +178,21 @@ class CompiledProgram:
     def _reduce(self, part: Pass, vectors: Sequence[Tensor], known: dict[int, float]) -> None:
         """Run a pass whose results are sums over the vectors."""
         self._compute_scalars(part, known)
-        for number, terms in self._run_pass(part, vectors, None, known, check=False).items():
-            known[number] = sum(terms)
+        chunks = self._run_pass(part, vectors, None, known, check=False)
+        for number in chunks:
+            known[number] = self._joined(number, chunks)
             if not math.isfinite(known[number]):
                 name = self.plan.values[number].operation
                 raise NonFiniteError(
                     f"The program's {name!r} over the shard is {known[number]}. No vector was changed."
                 )
+
+    def _joined(self, number: int, chunks: Mapping[int, Sequence[float]]) -> float:
+        """A reduction of the whole shard, from those of its chunks."""
+        terms = chunks[number]
+        if self.plan.values[number].operation != "largest":
+            return sum(terms)
+        return max(terms, default=0.0) if all(term == term for term in terms) else math.nan
 
     def _run_kernel(
         self, vectors: Sequence[Tensor], targets: Mapping[int, Tensor], known: Mapping[int, float], check: bool
@@ -209,7 +220,7 @@ class CompiledProgram:
         known: Mapping[int, float],
         check: bool,
     ) -> dict[int, list[float]]:
-        """Run a pass chunk by chunk; without targets its results go to scratch space. Returns sums by chunk."""
+        """Run a pass chunk by chunk; without targets its results go to scratch space. Returns reductions by chunk."""
         first = vectors[0]
         length = max(1, CHUNK_BYTES // first.element_size())
         steps = [(step, _operation(step), [known[scalar] for scalar in step.scalars]) for step in part.instructions]
@@ -255,9 +266,9 @@ def _operation(step: Instruction) -> Operation:
     return OPERATIONS[step.operation if step.target is not None else "copy"]
 
 
-def compiled(program: Program) -> CompiledProgram:
+def compiled(program: Program | Plan) -> CompiledProgram:
     """A program, compiled; programs that do the same are compiled once."""
-    plan = plan_of(program)
+    plan = program if isinstance(program, Plan) else plan_of(program)
     return _compiled(plan.hash, _Unhashed(plan))
 
 

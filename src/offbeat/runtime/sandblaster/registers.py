@@ -1,4 +1,4 @@
-"""The registers of a shard: named vectors, and the commands that work on them."""
+"""The registers of a shard: named vectors, and the programs that work on them."""
 
 from __future__ import annotations
 
@@ -6,23 +6,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from offbeat.errors import RunError
+from offbeat.errors import NonFiniteError, RunError
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.sandblaster import messages as msg
 from offbeat.protocols.sandblaster import shard
+from offbeat.protocols.sandblaster.commands import MOST_REGISTERS, KnownPrograms
 from offbeat.protocols.sandblaster.pairwise import PairwiseSum
+from offbeat.runtime.programs.compile import CompiledProgram, compiled
 
 Row = NDArray[Any]
 
 
 class Registers:
-    """One shard's part of every vector. DotProduct products are summed in float64, whatever the vectors are of."""
+    """One shard's part of every vector. Sums of products are made in float64, whatever the vectors are of."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, Tensor] = {}
         self._sum: PairwiseSum[Row] = PairwiseSum(0, _added)
+        self._programs = KnownPrograms()
+        self._compiled: dict[object, CompiledProgram] = {}  # By program, and which of its registers are the same.
 
     def do(self, work: object, token: object = None) -> object:
         """Do the work of a shard's machine."""
@@ -43,13 +49,11 @@ class Registers:
 
     def load(self, parameters: Row) -> None:
         """Start from these parameters."""
-        self._rows = {msg.PARAMETERS: parameters.copy()}
+        self._rows = {msg.PARAMETERS: _aligned(parameters)}
 
     def row(self, name: str) -> Row:
         """A register."""
-        if name not in self._rows:
-            raise RunError(f"this shard has no register {name!r}; it has {', '.join(sorted(self._rows)) or 'none'}")
-        return self._rows[name]
+        return self._vector(name).numpy()
 
     def gather(self, portion: int, gradient: Row) -> None:
         """Add a portion's gradient to the sum of its evaluation, unless it is there already."""
@@ -57,36 +61,54 @@ class Registers:
 
     def carry_out(self, commands: Sequence[msg.Command]) -> tuple[float, ...]:
         """Carry out commands in order; returns their numbers."""
-        numbers = (self._carry_out(command) for command in commands)
-        return tuple(number for number in numbers if number is not None)
+        numbers: list[float] = []
+        for command in commands:
+            match command:
+                case msg.DefineProgram(vectors, text):
+                    self._programs.define(vectors, text)
+                case msg.RunProgram():
+                    numbers += self._run(command)
+                case msg.Gather(_, portions):
+                    self._sum = PairwiseSum(portions, _added)
+                case msg.Gathered(into):
+                    self._rows[into] = _aligned(self._sum.total())
+                    self._sum = PairwiseSum(0, _added)
+        return tuple(numbers)
 
-    def _carry_out(self, command: msg.Command) -> float | None:
-        match command:
-            case msg.DotProduct(left, right):
-                return float(np.dot(*(self.row(name).astype(np.float64, copy=False) for name in (left, right))))
-            case msg.AbsoluteSum(name):
-                return float(np.abs(self.row(name)).sum(dtype=np.float64))
-            case msg.Largest(name):
-                return float(np.abs(self.row(name)).max(initial=0.0))
-            case msg.Copy(source, into):
-                np.copyto(self._room(into), self.row(source))
-            case msg.Scale(name, factor):
-                self.row(name)[:] *= factor
-            case msg.Axpy(name, factor, addend):
-                self.row(name)[:] += factor * self.row(addend)
-            case msg.Multiply(name, by):
-                self.row(name)[:] *= self.row(by)
-            case msg.Gather(_, portions):
-                self._sum = PairwiseSum(portions, _added)
-            case msg.Gathered(into):
-                self._rows[into] = self._sum.total()
-                self._sum = PairwiseSum(0, _added)
-        return None
+    def _run(self, call: msg.RunProgram) -> tuple[float, ...]:
+        program, scalars = self._programs[call.program], self._programs.scalars_of(call)
+        distinct = list(dict.fromkeys(call.registers))
+        same = tuple(map(distinct.index, call.registers))
+        key = call.program, same, tuple(distinct.index(name) if name in distinct else name for name in call.into)
+        if key not in self._compiled:
+            self._compiled[key] = compiled(program.plan(call.registers, call.into))
+        vectors = [self._vector(name) for name in distinct]
+        numbers = self._compiled[key].run(vectors, scalars, [self._room(name) for name in call.into], check=False)
+        if not np.isfinite(numbers).all():
+            raise NonFiniteError(
+                f"A command's results over a shard are {', '.join(map(str, numbers))}: a gradient or parameters are "
+                f"not finite. The command is {program.text} of {', '.join(call.registers)}."
+            )
+        return numbers
 
-    def _room(self, name: str) -> Row:
+    def _vector(self, name: str) -> Tensor:
         if name not in self._rows:
-            self._rows[name] = np.empty_like(self.row(msg.PARAMETERS))
+            raise RunError(f"this shard has no register {name!r}; it has {', '.join(sorted(self._rows)) or 'none'}")
         return self._rows[name]
+
+    def _room(self, name: str) -> Tensor:
+        if name not in self._rows:
+            if len(self._rows) >= MOST_REGISTERS:
+                raise RunError(
+                    f"this shard has {MOST_REGISTERS:,} registers, the limit, and {name!r} would be one more"
+                )
+            self._rows[name] = torch.empty_like(self._vector(msg.PARAMETERS))
+        return self._rows[name]
+
+
+def _aligned(row: Row) -> Tensor:
+    """A copy in torch's own memory, whose addresses are multiples of 64: sums then have the same bits in every run."""
+    return torch.tensor(row)
 
 
 def _added(left: Row, right: Row) -> Row:
