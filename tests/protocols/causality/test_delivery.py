@@ -233,6 +233,35 @@ def test_an_effect_is_held_until_its_cause_is_there() -> None:
     assert delivered(ByVector("ab"), effect, ("a", Dropped(1, 1))) == ["b1"]
 
 
+def deliverable(held: set[EventPosition], passed: list[int], run: Computation) -> set[EventPosition]:
+    """What can be delivered of what is held back, by looking at all of it again and again."""
+    ready: set[EventPosition] = set()
+    while fresh := {
+        place
+        for place in held - ready
+        if all(known <= passed[i] + (i == place.process) for i, known in enumerate(run.vector(place)))
+    }:
+        ready |= fresh
+        for place in fresh:
+            passed[place.process] = max(passed[place.process], place.number)
+    return ready
+
+
+@few
+@given(computations(), SEEDS)
+def test_vector_clocks_deliver_as_soon_as_a_search_through_everything_held_back_would(
+    run: Computation, seed: int
+) -> None:
+    machine, held, passed = ByVector(run.processes), set[EventPosition](), [0] * run.size
+    for place in Random(seed).sample(run.order, len(run.order)):
+        report = EventReport(place.number, vector=run.clocks[place.process][place.number], event=place)
+        effects = machine.on(Received(run.processes[place.process], report), 0.0)
+        held.add(place)
+        ready = deliverable(held, passed, run)
+        held -= ready
+        assert {effect.work.report.event for effect in effects if isinstance(effect, Start)} == ready
+
+
 def test_a_silent_process_is_probed_and_its_answer_counts_once_its_reports_are_here() -> None:
     machine = ByLamport("ab")
     assert delivered(machine, ("a", EventReport(1, lamport=5))) == []

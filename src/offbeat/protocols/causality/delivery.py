@@ -17,9 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
+import numpy as np
 from msgspec import Struct
 
 from offbeat.errors import UsageError
+from offbeat.protocols.causality.histories import IntArray, Vector
 from offbeat.protocols.machine import Effect, Ended, Event, Name, Received, Send, SetTimer, Start, Timer
 
 MONITOR: Name = "monitor"
@@ -31,7 +33,7 @@ class EventReport(Struct, frozen=True):
     number: int  # Its number among the process's reported events, from 1.
     time: float = 0.0  # On a clock that agrees with the monitor's; used by `ByTime`.
     lamport: int = 0  # Its Lamport clock; used by `ByLamport`.
-    vector: tuple[int, ...] = ()  # Its vector clock, which counts reported events; used by `ByVector`.
+    vector: Vector | IntArray = ()  # Its vector clock, which counts reported events; used by `ByVector`.
     event: Any = None
 
 
@@ -114,7 +116,8 @@ class _Line:
     def pop(self) -> EventReport:
         report = self._held.pop(self.next)
         self.next += 1
-        self._pass_dropped()
+        if self._dropped:
+            self._pass_dropped()
         return report
 
     def give_up(self, below: int) -> None:
@@ -279,12 +282,28 @@ class ByLamport(_Deliverer):
         return [name for name, line in self._lines.items() if not line.gone and self._clocks[name] < lowest]
 
 
+class _Blocked(Struct, frozen=True):
+    """What the next report of a process waits for: another process, and how many of its reports."""
+
+    on: _Line
+    known: int
+
+
 class ByVector(_Deliverer):
-    """By vector clock: held back until everything that happened before it was delivered, without probes."""
+    """By vector clock: held back until everything that happened before it was delivered, without probes.
+
+    Only the next report of a process can be deliverable, and it waits for one thing at a time: the first of its causes
+    that is missing. So each report is examined when it comes to the head of its line, and again when that cause has
+    been delivered; how many others are held back does not matter.
+    """
 
     def __init__(self, processes: Sequence[Name], grace: float = 1.0) -> None:
         super().__init__(processes, grace)
         self._all = list(self._lines.values())
+        self._passed = np.zeros(len(self._all), np.int64)  # Of each process, how many reports need not be waited for.
+        self._blocked: list[_Blocked | None] = [None] * len(self._all)
+        self._waiting: list[list[tuple[int, int]]] = [[] for _ in self._all]
+        """Of each process, the lines that are blocked on it: a heap of how many of its reports they need, and which."""
 
     def _take(self, line: _Line, report: EventReport, now: float) -> Iterator[Effect]:
         if len(report.vector) != len(self._all) or report.vector[line.index] != report.number:
@@ -295,23 +314,42 @@ class ByVector(_Deliverer):
         return super()._take(line, report, now)
 
     def _released(self, event: Event, now: float) -> Iterator[Effect]:  # noqa: ARG002
-        progress = True
-        while progress:
-            progress = False
-            for line in self._all:
-                while (report := line.head()) is not None and self._has_all_causes(line, report):
-                    progress = True
-                    for other, known in zip(self._all, report.vector, strict=True):
-                        if other is not line:
-                            other.give_up(known + 1)
-                    yield Start(Delivery(line.name, line.pop()))
+        match event:
+            case Received(sender=name) | Timer(token=Ended(name=name)) if name in self._lines:
+                changed = [self._lines[name]]
+            case _:
+                return
+        while changed:
+            line = changed.pop()
+            while (report := line.head()) is not None and not self._is_blocked(line, report, changed):
+                yield Start(Delivery(line.name, line.pop()))
+            self._passed[line.index] = line.next - 1
+            waiting = self._waiting[line.index]
+            while waiting and (line.gone or waiting[0][0] < line.next):
+                other = self._all[heappop(waiting)[1]]
+                self._blocked[other.index] = None
+                changed.append(other)
 
-    def _has_all_causes(self, line: _Line, report: EventReport) -> bool:
-        """Whether everything that it depends on was delivered, or its process is gone."""
-        return all(
-            other is line or known < other.next or (other.gone and (other.head() is None or known < other.next))
-            for other, known in zip(self._all, report.vector, strict=True)
-        )
+    def _is_blocked(self, line: _Line, report: EventReport, changed: list[_Line]) -> bool:
+        """Whether something is missing that this report depends on; what will never come is given up."""
+        blocked = self._blocked[line.index]
+        if blocked is not None and blocked.known >= blocked.on.next:
+            return True
+        self._passed[line.index] = line.next - 1
+        ahead = np.greater(report.vector, self._passed)
+        if np.count_nonzero(ahead) == 1:  # Its own entry.
+            return False
+        for index in np.flatnonzero(ahead).tolist():
+            other, known = self._all[index], int(report.vector[index])
+            if other is line or known < other.next:
+                continue
+            if not other.gone or other.head() is not None:
+                self._blocked[line.index] = _Blocked(other, known)
+                heappush(self._waiting[index], (known, line.index))
+                return True
+            other.give_up(known + 1)
+            changed.append(other)
+        return False
 
 
 class ByArrival(_Deliverer):
