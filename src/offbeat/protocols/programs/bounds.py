@@ -72,6 +72,12 @@ def _result(step: Instruction, vectors: list[Interval], scalars: list[float], ty
         ends = [x * y for x in a for y in b]
         return _checked((min(ends), max(ends)), type_)
 
+    def multiple(a: Interval, b: Interval, factor: float, same: bool = False) -> Interval:
+        # In whichever order torch multiplies the three.
+        product(a, scalar(factor))
+        product(b, scalar(factor))
+        return product(product(a, b, same), scalar(factor))
+
     def total(a: Interval, b: Interval) -> Interval:
         return _checked((a[0] + b[0], a[1] + b[1]), type_)
 
@@ -103,9 +109,9 @@ def _result(step: Instruction, vectors: list[Interval], scalars: list[float], ty
         case "div", [a, b], _:
             return product(a, inverse(b))
         case "addcmul", [a, b, c], [s]:
-            return total(a, product(product(b, c, places[1] == places[2]), scalar(s)))
+            return total(a, multiple(b, c, s, places[1] == places[2]))
         case "addcdiv", [a, b, c], [s]:
-            return total(a, product(product(b, inverse(c)), scalar(s)))
+            return total(a, multiple(b, inverse(c), s))
         case "lerp", [a, b], [s] if 0 <= s <= 1:
             return _checked((min(a[0], b[0]), max(a[1], b[1])), type_)
         case "reciprocal", [a], _:

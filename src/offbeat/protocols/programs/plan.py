@@ -103,6 +103,13 @@ class Plan:
         return tuple(dict.fromkeys(name for name in names if name and name != "length"))
 
     @cached_property
+    def reductions(self) -> tuple[tuple[int, ...], ...]:
+        """The values that are sums over all numbers, by level: each level needs those before it."""
+        return tuple(
+            tuple(step.value for step in part.instructions if step.target is None) for part in self.passes[:-1]
+        )
+
+    @cached_property
     def hash(self) -> str:
         """A hash of all instructions: programs of equal hashes do the same."""
         shape = (self.vectors, self.outputs, self.values, self.passes, *([self.numbers] if self.numbers else ()))

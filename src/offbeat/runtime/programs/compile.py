@@ -19,7 +19,7 @@ from offbeat.protocols.programs.bounds import Interval, NumberType, bounds_of
 from offbeat.protocols.programs.graph import compute
 from offbeat.protocols.programs.plan import ChunkPlace, Instruction, Pass, Plan, plan_of
 from offbeat.protocols.programs.program import Program
-from offbeat.runtime.programs.kernels import kernel_of
+from offbeat.runtime.programs.kernels import Kernel, kernel_of
 
 CHUNK_BYTES: Final = 2**19
 """Bytes of a vector in one chunk: several of them fit the second-level cache."""
@@ -100,61 +100,77 @@ class CompiledProgram:
                 only the gradient is looked at. Forget them (`bounds.clear()`) when vectors change otherwise.
 
         """
-        self._check_vectors(vectors, out)
-        targets = dict(zip(self.plan.outputs, out or [vectors[output] for output in self.plan.outputs], strict=True))
-        with torch.no_grad():
-            known = self._known(scalars, len(vectors[0]))
-            for part in self.plan.passes[:-1]:
-                self._reduce(part, vectors, known)
-            last = self.plan.passes[-1]
-            self._compute_scalars(last, known)
-            if check and out is None and not self._proved(vectors, known, {} if bounds is None else bounds):
-                self._run_pass(last, vectors, None, known, check=True)
-            if self.kernel is not None and self._run_kernel(vectors, targets, known, check and out is not None):
-                return ()
-            chunks = self._run_pass(last, vectors, targets, known, check=check and out is not None)
-            return tuple(self._joined(number, chunks) for number in self.plan.numbers)
+        prepared = self.prepare(vectors, scalars)
+        proved = prepared.proved(bounds or {}) if check and out is None else None
+        if check and out is None and proved is None:
+            prepared.try_out()
+        numbers = prepared.finish(out, check=check and out is not None)
+        if bounds is not None:
+            bounds.clear()
+            bounds.update(proved or {})
+        return numbers
 
-    def _proved(self, vectors: Sequence[Tensor], known: Mapping[int, float], bounds: dict[int, Interval]) -> bool:
-        """Whether results are finite, by bounds of the vectors: kept ones or, where those do not do, measured."""
-        if len(vectors[0]) == 0:
-            return True
-        limits = torch.finfo(vectors[0].dtype)
-        numbers = NumberType(limits.max, limits.tiny, limits.eps)
-        kept = dict(bounds)
-        for known_bounds in (kept, {}) if kept else ({},):
-            held = [
-                known_bounds.get(number) or _measured(vector) if number in self.plan.outputs else _measured(vector)
-                for number, vector in enumerate(vectors)
-            ]
-            results = bounds_of(self.plan, held, known, numbers)
-            if results is not None:
-                bounds.update(results)
-                return True
-        bounds.clear()
-        return False
+    def prepare(
+        self, vectors: Sequence[Tensor], scalars: Mapping[str, float], totals: Sequence[float] | None = None
+    ) -> PreparedUpdate:
+        """Compute all scalars of an update; `totals` are the plan's reductions, by default over these vectors.
 
-    def _check_vectors(self, vectors: Sequence[Tensor], out: Sequence[Tensor] | None) -> None:
-        names = self.plan.vectors
-        if len(vectors) != len(names):
-            raise ProgramError(f"The program takes {len(names)} vectors ({', '.join(names)}), not {len(vectors)}.")
-        if out is not None and len(out) != len(self.plan.outputs):
-            raise ProgramError(f"The program has {len(self.plan.outputs)} results, not {len(out)}.")
-        first = vectors[0]
-        for name, vector in (*zip(names, vectors, strict=True), *(("a result", vector) for vector in out or ())):
-            if vector.shape != first.shape or vector.dtype != first.dtype or vector.device != first.device:
-                raise ProgramError(
-                    f"The vectors of a program must be alike, but {names[0]!r} has {len(first):,} numbers of "
-                    f"{first.dtype} on {first.device}, and {name!r} {vector.numel():,} of {vector.dtype} on "
-                    f"{vector.device}."
-                )
-        if first.dim() != 1 or not first.is_floating_point():
-            raise ProgramError(f"A program works on vectors of floating-point numbers, not on {first.dtype}.")
+        Raises NonFiniteError if one of them is not finite.
+        """
+        check_vectors(self.plan, vectors)
+        known = self._known(scalars, len(vectors[0]))
+        if totals is None:
+            for level in range(len(self.plan.reductions)):
+                self._learn(level, self._sums(level, vectors, known), known)
+        else:
+            self._learn_all(totals, known)
+        self._compute_scalars(self.plan.passes[-1], known)
+        return PreparedUpdate(self, vectors, known)
+
+    def partials(
+        self, level: int, vectors: Sequence[Tensor], scalars: Mapping[str, float], totals: Sequence[float]
+    ) -> tuple[float, ...]:
+        """The reductions of one level over these vectors alone, given those of earlier levels over all.
+
+        They may not be finite: a sum over all is, where each part's is.
+        """
+        check_vectors(self.plan, vectors)
+        known = self._known(scalars, len(vectors[0]))
+        self._learn_all(totals, known)
+        return self._sums(level, vectors, known)
+
+    def _learn_all(self, totals: Sequence[float], known: dict[int, float]) -> None:
+        start = 0
+        for level, values in enumerate(self.plan.reductions):
+            if start < len(totals):
+                self._learn(level, totals[start : start + len(values)], known)
+            start += len(values)
+
+    def _learn(self, level: int, sums: Sequence[float], known: dict[int, float]) -> None:
+        """Take the reductions of a level for known; the scalars before them are computed on the way."""
+        self._compute_scalars(self.plan.passes[level], known)
+        for number, total in zip(self.plan.reductions[level], sums, strict=True):
+            known[number] = total
+            if not math.isfinite(total):
+                name = self.plan.values[number].operation
+                raise NonFiniteError(f"The program's {name!r} over all numbers is {total}. No vector was changed.")
+
+    def _sums(self, level: int, vectors: Sequence[Tensor], known: dict[int, float]) -> tuple[float, ...]:
+        """The reductions of a level over these vectors."""
+        part = self.plan.passes[level]
+        self._compute_scalars(part, known)
+        sums = self.run_pass(part, vectors, None, known, check=False)
+        return tuple(self.reduced(number, sums[number], -math.inf) for number in self.plan.reductions[level])
+
+    def joined(self, level: int, parts: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        """The reductions of a level over all numbers, from those over their parts."""
+        numbers = self.plan.reductions[level]
+        return tuple(self.reduced(number, each) for number, each in zip(numbers, zip(*parts, strict=True), strict=True))
 
     def _known(self, scalars: Mapping[str, float], length: int) -> dict[int, float]:
         """The values of the scalars that a plan starts from."""
         known: dict[int, float] = {}
-        given = {**scalars, "length": float(length)}
+        given = {"length": float(length), **scalars}
         for number, value in enumerate(self.plan.values):
             if value.operation == "number":
                 known[number] = value.number
@@ -175,44 +191,14 @@ class CompiledProgram:
                 except ProgramError as error:
                     raise NonFiniteError(f"{error} No vector was changed.") from None
 
-    def _reduce(self, part: Pass, vectors: Sequence[Tensor], known: dict[int, float]) -> None:
-        """Run a pass whose results are sums over the vectors."""
-        self._compute_scalars(part, known)
-        chunks = self._run_pass(part, vectors, None, known, check=False)
-        for number in chunks:
-            known[number] = self._joined(number, chunks)
-            if not math.isfinite(known[number]):
-                name = self.plan.values[number].operation
-                raise NonFiniteError(
-                    f"The program's {name!r} over the shard is {known[number]}. No vector was changed."
-                )
-
-    def _joined(self, number: int, chunks: Mapping[int, Sequence[float]]) -> float:
-        """A reduction of the whole shard, from those of its chunks."""
-        terms = chunks[number]
+    def reduced(self, number: int, parts: Sequence[float], nothing: float = 0.0) -> float:
+        """A reduction of all numbers, from those of their parts."""
         if self.plan.values[number].operation != "largest":
-            return sum(terms)
-        return max(terms, default=0.0) if all(term == term for term in terms) else math.nan
+            return sum(parts)
+        return max(parts, default=nothing) if all(part == part for part in parts) else math.nan
 
-    def _run_kernel(
-        self, vectors: Sequence[Tensor], targets: Mapping[int, Tensor], known: Mapping[int, float], check: bool
-    ) -> bool:
-        if self.kernel is None:
-            return False
-        values = [known[scalar] for step in self.plan.passes[-1].instructions for scalar in step.scalars]
-        updated = list(vectors)
-        for output, target in targets.items():
-            if target is not vectors[output]:
-                target.copy_(vectors[output])
-                updated[output] = target
-        if not self.kernel(updated, values):
-            return False
-        if check:
-            for output, target in targets.items():
-                self._check_finite(target, output)
-        return True
-
-    def _run_pass(
+    @torch.no_grad()
+    def run_pass(
         self,
         part: Pass,
         vectors: Sequence[Tensor],
@@ -242,14 +228,97 @@ class CompiledProgram:
                     operation(arguments, scalars, chunks[_key(step.target)])
             if check:
                 for output in outputs:
-                    self._check_finite(chunks["output", output], output)
+                    check_finite(self.plan, chunks["output", output], output)
         return sums
 
-    def _check_finite(self, vector: Tensor, output: int) -> None:
-        # A sum is finite only if all numbers are; if it is not, it may have overflowed.
-        if not math.isfinite(float(vector.sum())) and not bool(torch.isfinite(vector).all()):
-            what = "new parameters" if output == 0 else f"new state {self.plan.vectors[output]!r}"
-            raise NonFiniteError(f"The program's {what} would not be finite: NaN or infinite. The push is refused.")
+
+class PreparedUpdate:
+    """A program and the vectors that it is about to change: all that can be said before it does."""
+
+    def __init__(self, program: CompiledProgram, vectors: Sequence[Tensor], known: dict[int, float]) -> None:
+        self._program, self._vectors, self._known = program, vectors, known
+
+    def proved(self, kept: Mapping[int, Interval], gradient: Interval | None = None) -> dict[int, Interval] | None:
+        """Bounds of the results, by vector, all finite; None if bounds of the vectors do not prove that.
+
+        Of each vector: kept ones and the gradient's, where they are known and suffice, otherwise measured.
+        """
+        plan, vectors = self._program.plan, self._vectors
+        if len(vectors[0]) == 0:
+            return {}
+        limits = torch.finfo(vectors[0].dtype)
+        numbers = NumberType(limits.max, limits.tiny, limits.eps)
+        trusted = {number: kept[number] for number in plan.outputs if number in kept}
+        if gradient is not None:
+            trusted[1] = gradient
+        for known in (trusted, {}) if trusted else ({},):
+            held = [known[number] if number in known else _measured(vector) for number, vector in enumerate(vectors)]
+            results = bounds_of(plan, held, self._known, numbers)
+            if results is not None:
+                return results
+        return None
+
+    @torch.no_grad()
+    def try_out(self) -> None:
+        """Compute all results without writing them; raises NonFiniteError if one is not finite."""
+        self._program.run_pass(self._program.plan.passes[-1], self._vectors, None, self._known, check=True)
+
+    @torch.no_grad()
+    def finish(self, out: Sequence[Tensor] | None = None, check: bool = False) -> tuple[float, ...]:
+        """Write the results, in place or into `out`, and return those that are numbers.
+
+        With `check`, raises NonFiniteError if a vector is not finite.
+        """
+        plan, vectors = self._program.plan, self._vectors
+        if out is not None:
+            check_vectors(plan, vectors, out)
+        targets = dict(zip(plan.outputs, out or [vectors[output] for output in plan.outputs], strict=True))
+        if self._program.kernel is not None and self._run_kernel(self._program.kernel, targets, check):
+            return ()
+        chunks = self._program.run_pass(plan.passes[-1], vectors, targets, self._known, check=check)
+        return tuple(self._program.reduced(number, chunks[number]) for number in plan.numbers)
+
+    def _run_kernel(self, kernel: Kernel, targets: Mapping[int, Tensor], check: bool) -> bool:
+        plan = self._program.plan
+        values = [self._known[scalar] for step in plan.passes[-1].instructions for scalar in step.scalars]
+        updated = list(self._vectors)
+        for output, target in targets.items():
+            if target is not self._vectors[output]:
+                target.copy_(self._vectors[output])
+                updated[output] = target
+        if not kernel(updated, values):
+            return False
+        if check:
+            for output, target in targets.items():
+                check_finite(plan, target, output)
+        return True
+
+
+def check_vectors(plan: Plan, vectors: Sequence[Tensor], out: Sequence[Tensor] | None = None) -> None:
+    """Refuse vectors that do not fit a plan or each other."""
+    names = plan.vectors
+    if len(vectors) != len(names):
+        raise ProgramError(f"The program takes {len(names)} vectors ({', '.join(names)}), not {len(vectors)}.")
+    if out is not None and len(out) != len(plan.outputs):
+        raise ProgramError(f"The program has {len(plan.outputs)} results, not {len(out)}.")
+    first = vectors[0]
+    for name, vector in (*zip(names, vectors, strict=True), *(("a result", vector) for vector in out or ())):
+        if vector.shape != first.shape or vector.dtype != first.dtype or vector.device != first.device:
+            raise ProgramError(
+                f"The vectors of a program must be alike, but {names[0]!r} has {len(first):,} numbers of "
+                f"{first.dtype} on {first.device}, and {name!r} {vector.numel():,} of {vector.dtype} on "
+                f"{vector.device}."
+            )
+    if first.dim() != 1 or not first.is_floating_point():
+        raise ProgramError(f"A program works on vectors of floating-point numbers, not on {first.dtype}.")
+
+
+def check_finite(plan: Plan, vector: Tensor, output: int) -> None:
+    """Refuse results that are not finite."""
+    # A sum is finite only if all numbers are; if it is not, it may have overflowed.
+    if not math.isfinite(float(vector.sum())) and not bool(torch.isfinite(vector).all()):
+        what = "new parameters" if output == 0 else f"new state {plan.vectors[output]!r}"
+        raise NonFiniteError(f"The program's {what} would not be finite: NaN or infinite. The push is refused.")
 
 
 def _measured(vector: Tensor) -> Interval:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from offbeat.errors import ProgramError
+from offbeat.protocols.programs.bounds import Interval
 from offbeat.protocols.programs.plan import Plan, plan_of
 from offbeat.protocols.programs.program import Program
-from offbeat.runtime.programs.compile import compiled
+from offbeat.runtime.programs.compile import PreparedUpdate, compiled
 
 MOST_OPERATIONS: Final = 200
 """Operations per element that a server makes for a push: Adam takes about 10."""
@@ -42,10 +44,22 @@ def looks_at_whole(plan: Plan) -> bool:
     return bool(plan.cost.reductions) or any(value.name == "length" for value in plan.values)
 
 
-class ProgramOptimizer(Optimizer):
-    """Steps by a program. Either all parameters get their new values, or, if any result is not finite, none."""
+class _MemberInput(NamedTuple):
+    """What a program takes of one member: a range of the shard with a rate of its own."""
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], program: Program) -> None:
+    parameter: Parameter
+    vectors: list[Tensor]
+    scalars: dict[str, float]
+
+
+class ProgramOptimizer(Optimizer):
+    """Steps by a program. Either all parameters get their new values, or, if any result is not finite, none.
+
+    Where bounds of parameters, states and gradient prove that all results are finite, they are written in place; else
+    they are computed beside the old vectors, looked at, and copied.
+    """
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], program: Program, owns: bool = True) -> None:
         self._program, self._compiled = program, compiled(program)
         self.whole = looks_at_whole(self._compiled.plan)
         """Whether it needs all of the vector at once."""
@@ -55,22 +69,65 @@ class ProgramOptimizer(Optimizer):
         """Workers of the run."""
         self.read: Callable[[Tensor], Tensor] = lambda parameter: parameter
         """What the coming gradient was computed from, of each parameter."""
+        self.magnitude: float | None = None
+        """What no number of the coming gradient exceeds; None: unknown."""
+        self._owns = owns
+        self._bounds: dict[Parameter, dict[int, Interval]] = {}
         super().__init__([dict(group) for group in groups], {"lr": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take one step; raises NonFiniteError, and changes nothing, if a result is not finite."""
         del closure
-        made: list[tuple[Tensor, list[Tensor], int]] = []
+        inputs = self._inputs()
+        totals = self._totals(inputs) if self._compiled.plan.reductions else ()
+        updates = [self._compiled.prepare(member.vectors, member.scalars, totals) for member in inputs]
+        known = None if self.magnitude is None else (-self.magnitude, self.magnitude)
+        proved = [update.proved(self._kept(member), known) for member, update in zip(inputs, updates, strict=True)]
+        if None in proved:
+            self._write_checked(inputs, updates)
+        else:
+            for update in updates:
+                update.finish()
+        # What is refused has changed nothing, so that the bounds from before still hold.
+        self._bounds = {member.parameter: bounds or {} for member, bounds in zip(inputs, proved, strict=True)}
+        for member in inputs:
+            self.state[member.parameter]["step"] = int(member.scalars["step"])
+
+    def _write_checked(self, inputs: Sequence[_MemberInput], updates: Sequence[PreparedUpdate]) -> None:
+        outputs = self._compiled.plan.outputs
+        results = [[torch.empty_like(member.vectors[0]) for _ in outputs] for member in inputs]
+        for update, result in zip(updates, results, strict=True):
+            update.finish(result, check=True)
+        for member, result in zip(inputs, results, strict=True):
+            for output, vector in zip(outputs, result, strict=True):
+                member.vectors[output].copy_(vector)
+
+    def _kept(self, member: _MemberInput) -> dict[int, Interval]:
+        """Bounds of a member's parameters and states from its last step."""
+        kept = self._bounds.get(member.parameter, {})
+        return kept if self._owns else {number: bounds for number, bounds in kept.items() if number}
+
+    def _totals(self, inputs: Sequence[_MemberInput]) -> tuple[float, ...]:
+        """All reductions, over all members."""
+        totals: tuple[float, ...] = ()
+        for level in range(len(self._compiled.plan.reductions)):
+            parts = [self._compiled.partials(level, member.vectors, member.scalars, totals) for member in inputs]
+            totals += self._compiled.joined(level, parts)
+        return totals
+
+    def _inputs(self) -> list[_MemberInput]:
+        """What the program takes of every member that has a gradient."""
+        inputs: list[_MemberInput] = []
         for group in self.param_groups:
             members = [member for member in group["params"] if member.grad is not None]
-            made += [(member, *self._results(member, member.grad, float(group["lr"]))) for member in members]
-        for parameter, (values, *states), step in made:
-            parameter.copy_(values)
-            self.state[parameter] |= {"step": step, **dict(zip(self._program.states, states, strict=False))}
+            inputs += [self._input(member, member.grad, float(group["lr"])) for member in members]
+        length = float(sum(len(member.vectors[0]) for member in inputs))
+        for member in inputs:
+            member.scalars["length"] = length
+        return inputs
 
-    def _results(self, parameter: Tensor, gradient: Tensor, rate: float) -> tuple[list[Tensor], int]:
-        """New values and states of a parameter, and how many steps it has made then."""
+    def _input(self, parameter: Parameter, gradient: Tensor, rate: float) -> _MemberInput:
         held: dict[str, Any] = self.state[parameter]
         for name in self._program.states:
             if name not in held:
@@ -80,6 +137,9 @@ class ProgramOptimizer(Optimizer):
             vectors.append(self.read(parameter))
         step = int(held.get("step", 0)) + 1
         scalars = {"lr": rate, "step": step, "staleness": self.staleness, "workers": self.workers}
-        results = [torch.empty_like(parameter) for _ in self._compiled.plan.outputs]
-        self._compiled.run(vectors, scalars, results)
-        return results, step
+        return _MemberInput(parameter, vectors, scalars)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the states; what was known of their numbers is forgotten."""
+        super().load_state_dict(state_dict)
+        self._bounds.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Final, cast
 
 import msgspec
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from offbeat.errors import CheckpointError, ProgramError
 from offbeat.runtime.gradients.optimizers import ELEMENT_WISE
-from offbeat.runtime.servers.program_optimizer import accepted, looks_at_whole
+from offbeat.runtime.servers.program_optimizer import accepted
 from offbeat.runtime.servers.updater import ADD, PROGRAM, Recipe
 from offbeat.runtime.state.tensor_tree import put_together
 
@@ -101,15 +102,12 @@ def _why_unfit(recipe: Recipe, values: Tensor, held: Mapping[str, Mapping[str, A
     ranges = [place for group in recipe.ranges for place in group]
     if len(recipe.settings) != len(recipe.ranges) or any(not 0 <= a <= b <= len(values) for a, b in ranges):
         return f"the state has {len(recipe.settings)} groups with the ranges {ranges} of {len(values):,} values"
+    if any(stop > start for (_, stop), (start, _) in pairwise(sorted(ranges))):
+        return f"the state updates some values twice: its ranges overlap ({ranges})"
     if recipe.optimizer != PROGRAM:
         known = recipe.optimizer in ELEMENT_WISE
         return "" if known else f"the state needs an optimizer {recipe.optimizer!r}, which no server has"
-    program, plan = accepted(recipe.program, recipe.program_hash)
-    if looks_at_whole(plan) and len(ranges) > 1:
-        return (
-            f"the program looks at the whole vector (norm, sum, …), and the trained parameters are in {len(ranges)} "
-            f"pieces here: give the optimizer one group, and no frozen parameters between others"
-        )
+    program, _ = accepted(recipe.program, recipe.program_hash)
     for number, vectors in held.items():
         low, high = ranges[int(number)]
         if reason := _why_other(program.states, vectors, high - low):

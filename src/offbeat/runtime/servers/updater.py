@@ -30,6 +30,7 @@ Ranges = Sequence[tuple[int, int]]
 ADD = "add"  # Instead of an optimizer: pushes are added to the values.
 PROGRAM = "program"  # Instead of an optimizer: the recipe's program says what is done with a push.
 _MOST_KEPT, _LEAST_KEPT = 1024, 64  # Most and fewest old versions kept for delay compensation of late gradients.
+_MEASURED = 2**17  # Numbers that are added and measured at a time: they fit the cache.
 _KEPT_BYTES = 256 * 1024**2  # Memory for old versions, beyond the fewest.
 
 
@@ -40,6 +41,8 @@ class GradientSum:
         self.total = total
         self.covered: list[tuple[int, int]] | None = []  # Ranges with gradients in this step; None: all.
         self._empty = True  # Whether the sum counts as zero, whatever the buffer holds.
+        self.magnitude: float | None = None  # What no number of the sum exceeds; None: unknown.
+        self.measures = False  # Whether that is looked at while gradients are added.
         self._coder = coder  # How pushes are compressed; None: not at all.
 
     def decoded(self, payload: Payload) -> NDArray[Any]:
@@ -94,11 +97,12 @@ class GradientSum:
         start, stop = work.start, self.total.size if work.stop < 0 else work.stop
         if payload.handle is not None:
             part, numbers = self.total[start:stop], self.decoded(payload)
-            if self._empty and part.size == self.total.size:
-                np.multiply(numbers, part.dtype.type(weight), part)
-            else:
+            fresh = self._empty and part.size == self.total.size
+            if not fresh:
                 self.clear()
-                np.add(part, numbers if weight == 1.0 else numbers * part.dtype.type(weight), part)
+            self.magnitude = self._add(part, numbers, part.dtype.type(weight), fresh)
+            if part.size != self.total.size:
+                self.magnitude = None
             self._empty = False
         if not work.absent and (start, stop) == (0, self.total.size):
             self.covered = None
@@ -108,6 +112,25 @@ class GradientSum:
                 start = high
             self.covered.append((start, stop))
 
+    def _add(self, part: NDArray[Any], numbers: NDArray[Any], weight: Any, fresh: bool) -> float | None:
+        """Add to a part, or write it anew, chunk by chunk; returns what none of its numbers exceeds then, if measured.
+
+        A chunk's sum of squares bounds its largest number. It is in the cache, so that this costs little.
+        """
+        squares: list[float] = []
+        for start in range(0, part.size, _MEASURED):
+            own, more = part[start : start + _MEASURED], numbers[start : start + _MEASURED]
+            if fresh:
+                np.multiply(more, weight, own)
+            else:
+                np.add(own, more if weight == 1.0 else more * weight, own)
+            if self.measures:
+                with np.errstate(over="ignore", invalid="ignore"):
+                    squares.append(float(np.dot(own, own)))
+        # Rounding loses less than a hundredth; and squares that are too small to be numbers, all together `least`.
+        least = 2 * _MEASURED * float(np.finfo(part.dtype).tiny)
+        return math.sqrt(1.01 * max(squares) + least) if all(map(math.isfinite, squares)) and squares else None
+
     def clear(self) -> None:
         """Zero the buffer if it still holds an old sum."""
         if self._empty:
@@ -115,7 +138,7 @@ class GradientSum:
 
     def restart(self) -> None:
         """Start the next step."""
-        self._empty, self.covered = True, []
+        self._empty, self.covered, self.magnitude = True, [], None
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,8 +160,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 class Updater:
     """Updates values in place by the gradient sum of a step."""
 
-    def __init__(self, recipe: Recipe, values: NDArray[Any], gradients: GradientSum) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, values: NDArray[Any], gradients: GradientSum, owns: bool = True) -> None:
+        self.recipe, self._owns = recipe, owns  # Whether nobody else writes the values.
         self.kept: OrderedDict[int, NDArray[Any]] = OrderedDict()  # Old values by version, for late gradients.
         self._values, self._sum = values, gradients
         self._optimizer: Optimizer | None = None
@@ -159,7 +182,8 @@ class Updater:
                 self._members.append((member, (low, high)))
             groups.append({"params": members, **settings})
         if self._members and self.recipe.optimizer == PROGRAM:
-            self._optimizer = ProgramOptimizer(groups, accepted(self.recipe.program, self.recipe.program_hash)[0])
+            program = accepted(self.recipe.program, self.recipe.program_hash)[0]
+            self._optimizer, self._sum.measures = ProgramOptimizer(groups, program, self._owns), True
         elif self._members:
             self._optimizer = cast("Any", ELEMENT_WISE[self.recipe.optimizer])(groups)
 
@@ -194,6 +218,9 @@ class Updater:
 
     def _run_program(self, optimizer: ProgramOptimizer, work: Update) -> str:
         optimizer.staleness, optimizer.workers = work.missed, work.workers
+        magnitude, scale = self._sum.magnitude, 1.0 if work.payload is not None else abs(work.scale)
+        smallest = float(np.finfo(self._sum.total.dtype).tiny)  # Rounding may add as much.
+        optimizer.magnitude = None if magnitude is None else 1.01 * magnitude * scale + smallest
         then = None if work.payload is None else self.kept.get(work.version - 1 - work.missed)
         places = {id(member): place for member, place in self._members}
 

@@ -26,7 +26,7 @@ class OwnUpdates:
         self._row = row
         self._sums = [GradientSum(np.zeros_like(values.numpy())) for values in row.shards(row.values)]
         self._updaters = [
-            Updater(structs.replace(recipe, coders=()), values.numpy(), total)
+            Updater(structs.replace(recipe, coders=()), values.numpy(), total, owns=False)
             for recipe, values, total in zip(recipes, row.shards(row.values), self._sums, strict=True)
         ]
 
