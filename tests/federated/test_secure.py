@@ -180,7 +180,8 @@ def test_a_masked_update_looks_unlike_the_update() -> None:
         ("federated(secure=True, clients=1000, fraction=1, dropout=0.2)", "of every client's 128 neighbours stay"),
         ("federated(secure=True, clients=1000, fraction=0.5, over=1.3)", "the first 500 count"),
         ("federated(secure=True) + topk(0.01)", "must be decoded before they are summed"),
-        ("federated(secure=True) + quantize(8)", "each client chooses its own places or scale"),
+        ("federated(secure=True) + sign", "each client chooses its own places or scale"),
+        ("federated(secure=True, privacy=privacy(8, delta=1e-3)) + quantize(8)", "would take the noise out again"),
         ("federated(secure=True) + randomk(0.1) + half", "messages of half"),
     ],
 )

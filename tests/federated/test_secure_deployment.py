@@ -52,6 +52,24 @@ def test_a_secure_sum_deployed_gives_the_bits_that_it_gives_simulated_and_a_kill
     assert not list((real.run / FOLDER).glob("round-*")), "no update is written down"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["randomk(0.3)", "quantize(4)", "randomk(0.5) + quantize(8)"])
+def test_compressed_secure_sums_have_the_bits_of_the_simulation_and_what_clients_owe_outlives_them(
+    text: str, deployment: Any, launcher: Launcher, tmp_path: Path
+) -> None:
+    strategy = SECURE.format(3, ", data=quantity(1)") + f" + {text}"
+    simulated = fit(Images(), strategy, steps=4, seed=4, launcher=launcher, out=tmp_path)
+    real = deployment("Images")
+    server = real.serve(strategy, rounds=4, seed=4, fault="dies in release" if "quantize" in text else "")
+    clients = [real.join(part) for part in range(3)]
+    if "quantize" in text:
+        server.fails()
+        server = real.resume()
+    assert server.result()["federated"]["failed_rounds"] == 0
+    assert [client.result()["rounds"] for client in clients] == [{"accepted": 4}] * 3
+    assert same_model(real.run, simulated.run)
+
+
 def expected_model(strategy: str, cohort: list[int], came: list[int], folder: Path) -> Tensor:
     """The model after one round, from the clients' updates as they would be seen without masks."""
     flat, mean = FlatModel(Images().model()), None

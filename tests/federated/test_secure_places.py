@@ -17,14 +17,14 @@ from offbeat.protocols.federated.secure.server import SecureSum
 from offbeat.protocols.federated.secure.traffic import client_traffic
 from offbeat.run.drive import fit
 from offbeat.runtime.federated.aggregation import ClientUpdate, ExactMean, Selected, UpdateLayout, alone
-from offbeat.runtime.federated.client_state import ClientState
+from offbeat.runtime.federated.client_state import OWED, ClientState
 from offbeat.runtime.federated.private_secure_mean import PrivateSecureMean
 from offbeat.runtime.federated.secure_mean import SecureMean
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.simulate.faults.secure_rounds import SecureWorld
 from offbeat.strategies import combined, parse
-from offbeat.strategies.federated.compressed_updates import OWED, CompressFilter
+from offbeat.strategies.federated.compressed_updates import CompressFilter
 from offbeat.strategies.federated.update_path import aggregation, update_filters
 
 SIZE, TRAINABLE, KEPT = 500, 490, 49

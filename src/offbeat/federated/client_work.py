@@ -37,7 +37,7 @@ from offbeat.protocols.federated.messages import (
 )
 from offbeat.protocols.federated.secure.client import MaskWork
 from offbeat.protocols.machine import Done, Payload
-from offbeat.runtime.federated.aggregation import ClientUpdate, Selected
+from offbeat.runtime.federated.aggregation import ClientUpdate
 from offbeat.runtime.federated.client_state import ClientState, ClientStates
 from offbeat.runtime.federated.exact_sum import ExactSum
 from offbeat.runtime.federated.flat_model import FlatModel
@@ -252,13 +252,17 @@ class ClientWork:
             result = outfit.trainer.gradient(visit, base)
         else:
             result = outfit.trainer.train(visit, base, outfit.side, state)
-        update, own = result.update, outfit.format.compression
+        # Where updates are summed securely, none is sent as a message of its own.
+        update, own = result.update, outfit.format.compression if outfit.secure is None else None
         for each in outfit.filters:
             update = update if each is own else each.apply(update, outfit.client, task.number, state)
         if state is not None:
             self._unsettled = {task.number: state}
         if outfit.secure is not None:
-            return self._held_back(task.number, update, result.loss, result.examples, score, scored)
+            size = float(size_of(outfit.data.train))
+            copy = update.detach().clone()
+            self._unsent = ClientUpdate(outfit.client, copy, None, size, result.loss, result.examples, state)
+            return self._held_back(task.number, copy, score, scored)
         message = UpdateSent(task.number, result.loss, result.examples, score, scored)
         extra = result.extra if outfit.layout.extra else None
         if own is None:
@@ -268,12 +272,8 @@ class ClientWork:
         code = own.encode(update, outfit.client, task.number, state)
         return Trained(message, packed([code, update[outfit.layout.trainable :], extra]))
 
-    def _held_back(
-        self, number: int, update: Tensor, loss: float, examples: int, score: float | None, scored: int
-    ) -> Trained:
+    def _held_back(self, number: int, update: Tensor, score: float | None, scored: int) -> Trained:
         """An update that stays here until its secure sum begins; nothing about it is said but whether it has NaN."""
-        size = float(size_of(self._ready().data.train))
-        self._unsent = ClientUpdate(self._ready().client, update.detach().clone(), None, size, loss, examples)
         sound = bool(torch.isfinite(update).all())
         return Trained(UpdateSent(number, 0.0 if sound else math.nan, 0, score, scored), Payload(0))
 
@@ -282,10 +282,8 @@ class ClientWork:
         sums, sent = self._ready().secure, self._unsent
         if sums is None or sent is None or work.number != self._number:
             return "it has no update of this round"
-        clients = work.encoding.clients
-        sums.begin(Selected(work.number, range(clients), [float(work.encoding.examples)] * clients))
-        if sums.encoding != work.encoding:
-            return f"the server wants {work.encoding}, and this client has {sums.encoding}"
+        if unlike := sums.adopt(work.encoding, work.number):
+            return unlike
         try:
             return sums.encode(sent)
         except OffbeatError as error:

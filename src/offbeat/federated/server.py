@@ -98,10 +98,8 @@ class Federation:
             raise StrategyError(
                 "dropout and speeds are those of simulated clients; real ones have their own. Omit them."
             )
-        if rules.secure and (rules.privacy is not None or strategy.compressions):
-            raise StrategyError(
-                "secure=True is not deployed with privacy or compressed updates, only simulated. Omit one of them."
-            )
+        if rules.secure and rules.privacy is not None:
+            raise StrategyError("secure=True is not deployed with privacy, only simulated. Omit one of them.")
         return strategy
 
     @property

@@ -20,7 +20,7 @@ from offbeat.federated.store import ServerStore
 from offbeat.federated.vectors import UpdateFormat, packed
 from offbeat.protocols.federated.messages import AddUpdate, CloseRound, DeployedRound, Examine, RoundClosed
 from offbeat.protocols.federated.round_keeper import FederationState
-from offbeat.protocols.federated.secure.fixed_point import FixedPoint
+from offbeat.protocols.federated.secure.plan import SecureEncoding
 from offbeat.protocols.federated.secure.recovery import Unmasking
 from offbeat.protocols.federated.secure_sums import SecureTerms
 from offbeat.protocols.machine import Payload
@@ -172,7 +172,7 @@ class ServerWork:
         if not isinstance(sums, SecureMean):
             return None
 
-        def encoding(clients: Sequence[int], weights: Sequence[float]) -> FixedPoint:
+        def encoding(clients: Sequence[int], weights: Sequence[float]) -> SecureEncoding:
             sums.begin(Selected(0, clients, weights))
             return sums.encoding
 
@@ -185,7 +185,7 @@ class ServerWork:
             sizes = _sizes(state)
             sums.begin(Selected(outcome.number, outcome.cohort, [float(sizes[client]) for client in outcome.cohort]))
             if not outcome.failed:
-                sums.receive(np.frombuffer(work.total, "<u4"), outcome.participants)
+                sums.receive(np.frombuffer(work.total, sums.encoding.dtype), outcome.participants)
         else:
             self._begin(outcome.number, state)
             sums.combine(alone)

@@ -170,7 +170,7 @@ class Rounds:
             update = path.filtered(result.update, each.client, outcome.number, state)
             update = self._attackers.attack(update, each.client, outcome.number)
             weight = examples[position] * each.factor
-            sent = ClientUpdate(each.client, update, result.extra, weight, result.loss, result.examples)
+            sent = ClientUpdate(each.client, update, result.extra, weight, result.loss, result.examples, state)
             if path.aggregation.add(sent) and self._states is not None and state is not None:
                 # Repeated after a resume, so the states of the last checkpoint's round must stay.
                 self._states.write(each.client, outcome.number, state, team.memory.written_at)

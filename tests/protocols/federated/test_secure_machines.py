@@ -111,7 +111,9 @@ def test_the_server_only_ever_sees_masked_updates() -> None:
     world = SecureWorld(round_for(5, 4), 4)
     table = Table(world)
     table.play()
-    masked = [send.payload.handle for _, send in table.sent if isinstance(send.message, MaskedUpdate)]
+    encoding = world.server.encoding
+    sent = [send.payload.handle for _, send in table.sent if isinstance(send.message, MaskedUpdate)]
+    masked = [encoding.unpacked(payload) for payload in sent]
     assert len(masked) == 5
     for row in masked:
         assert all(np.count_nonzero(row == update) <= 1 for update in world.updates.values())

@@ -113,7 +113,7 @@ MUTANTS = {
     "own masks stay": Broken(recovery.Unmasking, "_without_masks", "masks.subtract(total, own", "masks.add(total, own"),
     "both kinds of share are released": Broken(client, "_released", " if client not in alive", ""),
     "an update counts twice": Broken(
-        records.SecureRecords, "accept", "np.frombuffer(payload.handle", "2 * np.frombuffer(payload.handle"
+        records.SecureRecords, "accept", "encoding.unpacked(payload.handle)", "encoding.unpacked(payload.handle) * 2"
     ),
     "the key of a pair depends on who asks": Broken(
         primitives, "pair_mask_key", "min(one, other), max(one, other)", "one, other"

@@ -11,10 +11,10 @@ from torch import Tensor
 from offbeat.errors import StrategyError, UsageError
 from offbeat.protocols import compression as formats
 from offbeat.runtime.federated.aggregation import UpdateLayout
-from offbeat.runtime.federated.client_state import ClientState
+from offbeat.runtime.federated.client_state import OWED, ClientState
 from offbeat.strategies import combined, parse
 from offbeat.strategies.compressors import Compressing
-from offbeat.strategies.federated.compressed_updates import OWED, CompressFilter
+from offbeat.strategies.federated.compressed_updates import CompressFilter
 from offbeat.strategies.federated.update_path import update_filters
 
 SIZE, TRAINABLE = 5000, 4990

@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from offbeat.protocols.federated.secure.fixed_point import FixedPoint
 from offbeat.protocols.federated.secure.messages import SecureAnswer, SecureRequest
+from offbeat.protocols.federated.secure.plan import SecureEncoding
 from offbeat.protocols.machine import Name, Payload
 
 SERVER: Name = "federation"
@@ -206,7 +206,7 @@ class EncodeUpdate(Struct, frozen=True):
     """Work of a client, in the background: its update as integers. Result: these, or why it has none."""
 
     number: int
-    encoding: FixedPoint
+    encoding: SecureEncoding
 
 
 class Abandon(Struct, frozen=True):

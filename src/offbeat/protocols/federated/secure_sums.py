@@ -14,9 +14,8 @@ from msgspec import Struct
 from offbeat.errors import UsageError
 from offbeat.protocols.federated.messages import SecureStart
 from offbeat.protocols.federated.roster import Roster
-from offbeat.protocols.federated.secure.fixed_point import FixedPoint
 from offbeat.protocols.federated.secure.messages import SecureInvite
-from offbeat.protocols.federated.secure.plan import FEWEST_CLIENTS, ROUND_BYTES, SecureRound
+from offbeat.protocols.federated.secure.plan import FEWEST_CLIENTS, ROUND_BYTES, SecureEncoding, SecureRound
 from offbeat.protocols.federated.secure.records import SecureServerState
 from offbeat.protocols.federated.secure.server import SecureFailure, SecureServer, SecureSum, SecureTimes
 from offbeat.protocols.federated.secure.shamir import SecretBytes
@@ -27,7 +26,7 @@ from offbeat.protocols.machine import Effect, Effects, Ended, Event, Name, Send
 class SecureTerms:
     """What a server needs for secure sums."""
 
-    encoding: Callable[[Sequence[int], Sequence[float]], FixedPoint]
+    encoding: Callable[[Sequence[int], Sequence[float]], SecureEncoding]
     """How the updates of these clients, with these numbers of examples, become integers."""
     random: SecretBytes
     """Draws the ids of rounds."""

@@ -81,6 +81,8 @@ class ClientUpdate:
     """Mean loss of its batches."""
     examples: int
     """Examples that it went through."""
+    state: ClientState | None = None
+    """What the client keeps between rounds, for what is lost when its update is encoded."""
 
 
 class UpdateFilter(ABC):

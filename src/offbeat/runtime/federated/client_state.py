@@ -14,6 +14,8 @@ from torch import Tensor
 
 from offbeat.errors import CheckpointError, OutputError
 
+OWED = "owed"
+"""The name, in a client's state, of what it has not sent yet."""
 _SUFFIX = ".safetensors"
 _PER_FOLDER = 1_000
 

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from offbeat.errors import NonFiniteError, UsageError
 from offbeat.protocols.federated.plan import RoundPlan
-from offbeat.protocols.federated.secure.fixed_point import MODULUS, FixedPoint
-from offbeat.protocols.federated.secure.masks import Row
+from offbeat.protocols.federated.secure.common_scale import CommonScale
+from offbeat.protocols.federated.secure.fixed_point import FixedPoint
+from offbeat.protocols.federated.secure.integers import Row
 from offbeat.protocols.federated.secure.plan import (
     FEWEST_CLIENTS,
     NEIGHBOURS,
+    SecureEncoding,
     SecureRound,
     lowest_threshold,
     neighbourhoods,
@@ -28,6 +30,7 @@ from offbeat.protocols.federated.secure.plan import (
 from offbeat.protocols.federated.secure.traffic import client_traffic
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.federated.aggregation import AddUp, Aggregation, ClientUpdate, Selected, UpdateLayout
+from offbeat.runtime.federated.round_scale import RoundScale
 
 ROUNDING: Final = 0x5EC1  # Which of a seed's streams of random numbers this is.
 BOUND: Final = 8.0
@@ -127,18 +130,26 @@ class SecureMean(Aggregation):
     two_thirds: ClassVar[bool] = False
     """Whether more than two thirds of all clients must stay, not only of each client's neighbours."""
 
-    def __init__(self, layout: UpdateLayout, plan: RoundPlan, seed: int, kept: KeptNumbers | None = None) -> None:
+    def __init__(
+        self,
+        layout: UpdateLayout,
+        plan: RoundPlan,
+        seed: int,
+        kept: KeptNumbers | None = None,
+        scale: RoundScale | None = None,
+    ) -> None:
         self._layout, self._plan, self._seed = layout, plan, seed
         self._kept = kept or KeptNumbers(layout.size, lambda _: slice(None))
+        self._scale = scale
         self._selected = Selected(0, (), ())
-        self._encoding: FixedPoint | None = None
+        self._encoding: SecureEncoding | None = None
         self._row = torch.zeros(0, dtype=torch.int64)
         self._sum: Row | None = None
         self._came: tuple[int, ...] = ()
         self._clipped = 0
 
     @property
-    def encoding(self) -> FixedPoint:
+    def encoding(self) -> SecureEncoding:
         """How this round's updates become integers."""
         if self._encoding is None:
             usual = self._plan.selected
@@ -168,10 +179,23 @@ class SecureMean(Aggregation):
         self._row = torch.zeros(self.encoding.words + COUNTS + len(selected.clients), dtype=torch.int64)
         self._sum, self._came = None, ()
 
+    def adopt(self, wanted: SecureEncoding, number: int) -> str:
+        """At a client: begin a round with a server's encoding; why not, if this client would have another one."""
+        if self._scale is not None:
+            self._scale.bound = wanted.bound
+        self.begin(Selected(number, range(wanted.clients), [float(wanted.examples)] * wanted.clients))
+        return "" if self.encoding == wanted else f"the server wants {wanted}, and this client has {self.encoding}"
+
     def encode(self, sent: ClientUpdate) -> Row:
         """An update as integers, with the client's loss as one more number; refused if it has NaN."""
+        numbers, encoding = self._numbers(sent), self.encoding
         seed = mixed(self._seed, ROUNDING, self._selected.number, sent.client)
-        return self.encoding.encode(self._numbers(sent), round(sent.weight) if self.weighs else 1, seed)
+        weight = round(sent.weight) if self.weighs else 1
+        row = encoding.encode(numbers, weight, seed)
+        if self._scale is not None and isinstance(encoding, CommonScale) and sent.state is not None:
+            lost = numbers[: encoding.length - encoding.fine] - encoding.sent(row, weight)
+            self._scale.owe(sent.state, lost, self._kept.places(self._selected.number), self._layout)
+        return row
 
     def add(self, sent: ClientUpdate) -> bool:
         """Add an encoded update."""
@@ -185,8 +209,8 @@ class SecureMean(Aggregation):
     def _put(self, row: Row, client: int, counts: Sequence[int]) -> None:
         """Add an encoded update, and note whose it is."""
         words = self.encoding.words
-        # As numbers with sign: modulo 2^32 it is the same.
-        self._row[:words] += torch.from_numpy(row.view(np.int32))
+        # As numbers with sign, as wide as theirs: modulo the encoding's power of two it is the same.
+        self._row[:words] += torch.from_numpy(row.view(f"i{row.itemsize}"))
         self._row[words : words + COUNTS] += torch.tensor(counts)
         self._row[words + COUNTS + self._selected.clients.index(client)] += 1
 
@@ -196,8 +220,8 @@ class SecureMean(Aggregation):
         words = self.encoding.words
         flags: list[int] = self._row[words + COUNTS :].tolist()
         came = tuple(client for client, flag in zip(self._selected.clients, flags, strict=True) if flag)
-        total = np.remainder(self._row[:words].numpy(), MODULUS).astype(np.uint32)
-        self.receive(total, came)
+        total = np.remainder(self._row[:words].numpy(), 2**self.encoding.width)
+        self.receive(total.astype(self.encoding.dtype), came)
         self._clipped += int(self._row[words + 2])
 
     def receive(self, total: Row, clients: Sequence[int]) -> None:
@@ -205,8 +229,11 @@ class SecureMean(Aggregation):
         self._sum, self._came = total, tuple(clients)
 
     def mean(self) -> tuple[Tensor, Tensor | None]:
-        """The mean update."""
-        return self._kept.spread(decoded(self._sum, self.encoding)[0][:-1], self._layout, self._selected.number), None
+        """The mean update; the next round's scale follows from it."""
+        numbers = decoded(self._sum, self.encoding)[0]
+        if self._scale is not None:
+            self._scale.learn(float(numbers[-2]))
+        return self._kept.spread(numbers[: self._kept.count], self._layout, self._selected.number), None
 
     @property
     def updates(self) -> int:
@@ -242,31 +269,38 @@ class SecureMean(Aggregation):
         return {"clipped": self._clipped}
 
     def state_dict(self) -> dict[str, Any]:
-        """What is counted."""
-        return {"clipped": self._clipped}
+        """What is counted, and the scale of the next round."""
+        return {"clipped": self._clipped} | ({} if self._scale is None else {"bound": self._scale.bound})
 
     def load_state_dict(self, state: Any) -> None:
         """Continue counting."""
         self._clipped = int(state["clipped"])
+        if self._scale is not None:
+            self._scale.bound = float(state["bound"])
 
-    def _encoding_for(self, selected: Selected) -> FixedPoint:
-        most = math.ceil(max(selected.weights, default=1.0))
+    def _encoding_for(self, selected: Selected) -> SecureEncoding:
+        most, clients = max(1, math.ceil(max(selected.weights, default=1.0))), max(1, len(selected.clients))
+        if self._scale is not None:
+            buffers = self._layout.size - self._layout.trainable
+            return self._scale.encoding(self._kept.count, buffers, clients, most, BOUND)
         # One more number, for the loss.
-        length, clients = self._kept.count + 1, max(1, len(selected.clients))
-        return FixedPoint(length=length, clients=clients, bound=BOUND, examples=max(1, most))
+        return FixedPoint(length=self._kept.count + 1, clients=clients, bound=BOUND, examples=most)
 
     def _numbers(self, sent: ClientUpdate) -> NDArray[np.float64]:
         """The numbers that are sent: of the update, and the loss, of which one that is not finite counts as 0."""
         loss = min(sent.loss, LOSS_BOUND) if math.isfinite(sent.loss) else 0.0
-        return np.append(self._kept.taken(sent.update, self._selected.number), loss * BOUND / LOSS_BOUND)
+        numbers = self._kept.taken(sent.update, self._selected.number)
+        coarse = self._kept.count - (self._layout.size - self._layout.trainable)
+        size = [] if self._scale is None else [self._scale.size_of(numbers[:coarse])]
+        return np.append(numbers, [*size, loss * BOUND / LOSS_BOUND])
 
 
-def _round(id: bytes, encoding: FixedPoint, clients: int, two_thirds: bool) -> SecureRound:  # noqa: A002
+def _round(id: bytes, encoding: SecureEncoding, clients: int, two_thirds: bool) -> SecureRound:  # noqa: A002
     """The round of the protocol with so many clients."""
     return SecureRound.of(id, encoding, clients, fewest=lowest_threshold(clients) if two_thirds else None)
 
 
-def decoded(total: Row | None, encoding: FixedPoint) -> tuple[NDArray[np.float64], int]:
+def decoded(total: Row | None, encoding: SecureEncoding) -> tuple[NDArray[np.float64], int]:
     """The mean of a sum that has come, and the sum of weights."""
     if total is None:
         raise RuntimeError("a sum is decoded before it is there: call combine() or receive() first.")

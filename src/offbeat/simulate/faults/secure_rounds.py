@@ -12,8 +12,9 @@ import numpy as np
 from msgspec import Struct, structs
 
 from offbeat.protocols.federated.secure.client import UPDATE, SecureClient
+from offbeat.protocols.federated.secure.common_scale import CommonScale
 from offbeat.protocols.federated.secure.fixed_point import FixedPoint
-from offbeat.protocols.federated.secure.masks import Row
+from offbeat.protocols.federated.secure.integers import Row
 from offbeat.protocols.federated.secure.messages import (
     SERVER,
     AdvertisedKeys,
@@ -157,8 +158,8 @@ def fault_in(machines: Iterable[Machine]) -> str | None:
     for server in machines:
         outcome = server.outcome if isinstance(server, SecureServer) else None
         if isinstance(outcome, SecureSum):
-            right = np.sum([clients[client].update for client in outcome.clients], axis=0, dtype=np.uint32)
-            if not np.array_equal(outcome.total, right):
+            whole = np.sum([clients[client].update for client in outcome.clients], axis=0, dtype=np.uint64)
+            if not np.array_equal(outcome.total, whole % 2**server.encoding.width):
                 return f"the sum over clients {list(outcome.clients)} is wrong"
     for each in clients.values():
         seeds = {piece.client for message in each.released for piece in message.seeds}
@@ -180,7 +181,8 @@ class SecureContract(MachineContract):
 
     def machines(self, size: int, seed: int) -> Sequence[Machine]:
         """A server, and clients that are only disturbed from without."""
-        return SecureWorld(round_for(size - 1, seed, signed=seed % 2 == 1), seed).machines
+        bits = (None, 8, 2)[seed % 3]
+        return SecureWorld(round_for(size - 1, seed, signed=seed % 2 == 1, bits=bits), seed).machines
 
     def invariant(self, machines: Mapping[Name, Machine]) -> str | None:
         """What `fault_in` finds."""
@@ -204,9 +206,13 @@ def _all_ended(machines: Iterable[Machine]) -> bool:
     )
 
 
-def round_for(clients: int, seed: int, *, degree: int | None = None, signed: bool = False) -> SecureRound:
-    """A round over short updates."""
+def round_for(
+    clients: int, seed: int, *, degree: int | None = None, signed: bool = False, bits: int | None = None
+) -> SecureRound:
+    """A round over short updates, in integers of so many bits; None: 32."""
     encoding = FixedPoint(length=LENGTH, clients=clients, bound=8.0, examples=100)
+    if bits is not None:
+        encoding = CommonScale(length=LENGTH, clients=clients, bound=8.0, examples=100, bits=bits, fine=1)
     return SecureRound.of(seeded(seed, 0)(32), encoding, clients, degree=degree, signed=signed)
 
 
@@ -223,7 +229,9 @@ def play_secure_round(seed: int) -> SecureWorld:
     chance = Random(seed ^ 0x5EC)  # noqa: S311
     clients = chance.choice([3, 4, 7, 10, 16])
     degree = chance.choice([None, None, 6 if clients > 7 else None])
-    plan = round_for(clients, seed, degree=degree, signed=degree is None and chance.random() < 0.5)
+    signed = degree is None and chance.random() < 0.5
+    # Not drawn, so that what else a seed means stays as it was.
+    plan = round_for(clients, seed, degree=degree, signed=signed, bits=(None, 8, 4, 2)[seed % 4])
     liars = chance.sample(range(10, 10 + clients), chance.choice([0, 0, 1, clients // 4]))
     world = SecureWorld(plan, seed, random_dropouts(plan, seed), liars=liars)
     network = LossyNetwork(

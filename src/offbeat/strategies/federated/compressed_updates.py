@@ -16,13 +16,11 @@ from offbeat.protocols.partition import mixed
 from offbeat.runtime.compression import Feedback
 from offbeat.runtime.compression.randomk import RandomKCoder
 from offbeat.runtime.federated.aggregation import UpdateFilter, UpdateLayout
-from offbeat.runtime.federated.client_state import ClientState
+from offbeat.runtime.federated.client_state import OWED, ClientState
 from offbeat.runtime.federated.exact_sum import ExactSum
 from offbeat.runtime.federated.secure_mean import KeptNumbers
 from offbeat.strategies.compressors import Compressing, RandomK, compressor
 
-OWED: Final = "owed"
-"""The name, in a client's state, of what it has not sent yet."""
 _STREAM: Final = 0xC0431  # Which of a seed's streams of random numbers this is.
 _DRAW: Final = 1  # Every round has a coder of its own, which draws once.
 
@@ -52,10 +50,7 @@ class CompressFilter(UpdateFilter):
         if not coder.on:
             return coder.encode(row)
         if state is None:
-            raise UsageError(
-                f"{self._compressions[0]} needs a place where client {client} keeps what it has not sent yet. Give "
-                f"the run a folder, or say feedback=False."
-            )
+            raise UsageError(_placeless(self._compressions[0], client))
         if OWED in state.tensors:
             coder.owed = state.tensors[OWED].clone()
         payload = coder.encode(row)
@@ -95,3 +90,28 @@ class CompressFilter(UpdateFilter):
         return compressor(
             self._compressions, [(self._layout.trainable,)], mixed(self._seed, _STREAM, number), rank=client
         )
+
+
+class RepayFilter(UpdateFilter):
+    """Adds to an update what its client owes; what it owes after this round is known when the update is encoded."""
+
+    keeps_state = True
+
+    def __init__(self, compression: Compressing, layout: UpdateLayout) -> None:
+        self._compression, self._layout = compression, layout
+
+    def apply(self, update: Tensor, client: int, number: int, state: ClientState | None) -> Tensor:
+        """The update, and what is owed."""
+        del number
+        if state is None:
+            raise UsageError(_placeless(self._compression, client))
+        if ExactSum.fits(update) and OWED in state.tensors:
+            update[: self._layout.trainable] += state.tensors.pop(OWED)
+        return update
+
+
+def _placeless(compression: Compressing, client: int) -> str:
+    return (
+        f"{compression} needs a place where client {client} keeps what it has not sent yet. Give the run a folder, or "
+        f"say feedback=False."
+    )

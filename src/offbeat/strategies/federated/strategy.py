@@ -19,7 +19,7 @@ from offbeat.runtime.federated.secure_mean import check_survivors
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.strategies._base import Axis, Strategy, Traits, require
-from offbeat.strategies.compressors import Compressing, RandomK
+from offbeat.strategies.compressors import Compressing, Quantize, RandomK
 from offbeat.strategies.federated.algorithms import (
     FedAdagrad,
     FedAdam,
@@ -107,6 +107,7 @@ class Federated(Exchanging):
         "federated(fraction=0.2, over=1.2, secure=True)",
         "federated(clients=200, fraction=0.2, privacy=privacy(epsilon=8.0, delta=0.001), secure=True)",
         "federated(secure=True) + randomk(0.1)",
+        "federated(secure=True) + quantize(8)",
         "federated + quantize(4)",
     )
     carries = True
@@ -220,11 +221,16 @@ class Federated(Exchanging):
 
     def refuses(self, other: Strategy) -> str | None:
         """What has no place beside rounds of clients."""
-        if self.secure and isinstance(other, Compressing) and not isinstance(other, RandomK):
+        if self.secure and isinstance(other, Compressing) and not isinstance(other, RandomK | Quantize):
             return (
                 f"of updates that secure=True masks only the sum is known, and messages of {other} must be decoded "
-                f"before they are summed, because each client chooses its own places or scale. Use randomk, whose "
-                f"places all clients share, or omit one of them"
+                f"before they are summed, because each client chooses its own places or scale. Use randomk or "
+                f"quantize, whose places and scale all clients of a round share, or omit one of them"
+            )
+        if self.secure and self.privacy is not None and isinstance(other, Quantize):
+            return (
+                f"{other} would have to round {self.privacy}'s noise together with the update, and what is then owed "
+                f"to the next round would take the noise out again. Use randomk, or omit one of them"
             )
         if other.axis is Axis.WHEN:
             return "its clients train on their own between two rounds anyway. Say epochs=… in federated(...)"

@@ -14,10 +14,11 @@ from offbeat.runtime.federated.flat_model import FlatModel
 from offbeat.runtime.federated.noise import SeededNoise
 from offbeat.runtime.federated.privacy import PrivateMean
 from offbeat.runtime.federated.private_secure_mean import PrivateSecureMean
+from offbeat.runtime.federated.round_scale import RoundScale
 from offbeat.runtime.federated.secure_mean import KeptNumbers, SecureMean
 from offbeat.strategies._base import Combined
-from offbeat.strategies.compressors import Compressing
-from offbeat.strategies.federated.compressed_updates import CompressFilter
+from offbeat.strategies.compressors import Compressing, Quantize
+from offbeat.strategies.federated.compressed_updates import CompressFilter, RepayFilter
 from offbeat.strategies.federated.strategy import Federated
 
 
@@ -76,9 +77,13 @@ def layout_of(strategy: Combined, model: FlatModel) -> UpdateLayout:
 
 def update_filters(strategy: Combined, layout: UpdateLayout, seed: int) -> tuple[UpdateFilter, ...]:
     """The filters of a client, in the order in which they are applied."""
-    compressions, rules = cast("tuple[Compressing, ...]", strategy.compressions), rules_of(strategy)
+    compressions, rules = _encoding(strategy), rules_of(strategy)
     own = rules.robust.secret_filters() if rules.secure and rules.robust is not None else ()
-    return (*own, CompressFilter(compressions, layout, seed)) if compressions else own
+    if compressions:
+        return (*own, CompressFilter(compressions, layout, seed))
+    if (scale := _scale(strategy)) is not None and scale.owes:
+        return (*own, RepayFilter(cast("Compressing", strategy.compressions[0]), layout))
+    return own
 
 
 def aggregation(strategy: Combined, layout: UpdateLayout, seed: int) -> Aggregation:
@@ -96,14 +101,29 @@ def aggregation(strategy: Combined, layout: UpdateLayout, seed: int) -> Aggregat
             return PrivateSecureMean(layout, rules.plan(), seed, terms, source, _kept(strategy, layout, seed))
         return PrivateMean(layout, terms, source)
     if rules.secure:
-        return SecureMean(layout, rules.plan(), seed, _kept(strategy, layout, seed))
+        return SecureMean(layout, rules.plan(), seed, _kept(strategy, layout, seed), _scale(strategy))
     return ExactMean(layout) if rules.robust is None else rules.robust.aggregation(layout)
 
 
 def _kept(strategy: Combined, layout: UpdateLayout, seed: int) -> KeptNumbers | None:
     """The numbers of an update that are masked and summed; None: all."""
-    compressions = cast("tuple[Compressing, ...]", strategy.compressions)
+    compressions = _encoding(strategy)
     return CompressFilter(compressions, layout, seed).kept if compressions else None
+
+
+def _encoding(strategy: Combined) -> tuple[Compressing, ...]:
+    """The compressors that encode an update by itself, so not the one whose scale is that of a secure sum."""
+    compressions = cast("tuple[Compressing, ...]", strategy.compressions)
+    return compressions if _scale(strategy) is None else compressions[:-1]
+
+
+def _scale(strategy: Combined) -> RoundScale | None:
+    """The scale by which updates of a secure sum are quantized; None: they are not."""
+    compressions = cast("tuple[Compressing, ...]", strategy.compressions)
+    last = compressions[-1] if compressions else None
+    if not rules_of(strategy).secure or not isinstance(last, Quantize):
+        return None
+    return RoundScale(last.bits, compressions[0].owes)
 
 
 def rules_of(strategy: Combined) -> Federated:

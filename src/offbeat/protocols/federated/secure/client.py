@@ -15,7 +15,8 @@ from msgspec import Struct
 
 from offbeat.errors import SecureAggregationError, UsageError
 from offbeat.limits import seconds
-from offbeat.protocols.federated.secure.masks import Masks, Row
+from offbeat.protocols.federated.secure.integers import Row
+from offbeat.protocols.federated.secure.masks import Masks
 from offbeat.protocols.federated.secure.messages import (
     MOST_TEXT,
     SERVER,
@@ -83,7 +84,7 @@ class MaskWork:
 
     def __call__(self) -> Row:
         """The masked update."""
-        row, masks = self.row.astype("<u4", copy=True), Masks()
+        row, masks = self.row.copy(), Masks()
         for key in self.adding:
             masks.add(row, key)
         for key in self.subtracting:
@@ -180,7 +181,8 @@ class SecureClient:
                 self._leave(str(reason), effects)
             case Done(("secure masked", digest), row) if digest == self._digest:
                 self._row = row  # The update itself is not needed any more.
-                self._answer(DeliveredShares, MaskedUpdate(self._digest), effects, Payload(row.nbytes, row))
+                content = self._plan.encoding.packed(row)
+                self._answer(DeliveredShares, MaskedUpdate(self._digest), effects, Payload(content.nbytes, content))
             case Timer(("secure silence", digest)) if digest == self._digest:
                 self._end(f"the server was silent for {self._patience:g} s")
             case _:
@@ -283,9 +285,10 @@ class SecureClient:
         if self._row is not None:
             self._ignore("a second update")
             return
-        words = self._plan.encoding.words
-        if not isinstance(row, np.ndarray) or row.dtype != np.uint32 or row.shape != (words,):
-            raise UsageError(f"an update for this round must be encoded: {words:,} integers of 32 bits without sign.")
+        words, dtype = self._plan.encoding.words, self._plan.encoding.dtype
+        if not isinstance(row, np.ndarray) or row.dtype != dtype or row.shape != (words,):
+            wanted = f"{words:,} integers of {8 * dtype.itemsize} bits without sign"
+            raise UsageError(f"an update for this round must be encoded: {wanted}.")
         self._row = row
         self._mask(effects)
 

@@ -1,14 +1,13 @@
-"""Masks: pseudorandom 32-bit integers by AES-128 in counter mode, added to a row or subtracted, modulo 2^32."""
+"""Masks: pseudorandom integers by AES-128 in counter mode, added to a row or subtracted, as wide as its own."""
 
 from __future__ import annotations
 
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-Row = NDArray[np.uint32]
-"""Numbers modulo 2^32."""
+from offbeat.protocols.federated.secure.integers import Row
+
 CHUNK: Final = 256 * 1024
 """Bytes of a mask made at once: they are still in the cache when they are added."""
 _BLOCK: Final = 16
@@ -20,7 +19,6 @@ class Masks:
     def __init__(self) -> None:
         self._zeros = memoryview(bytes(CHUNK))
         self._buffer = bytearray(CHUNK + _BLOCK - 1)
-        self._numbers = np.frombuffer(self._buffer, dtype="<u4", count=CHUNK // 4)
 
     def add(self, row: Row, key: bytes) -> None:
         """Add the mask of a key."""
@@ -36,8 +34,9 @@ class Masks:
         from cryptography.hazmat.primitives.ciphers.modes import CTR
 
         stream = Cipher(AES128(key), CTR(bytes(_BLOCK))).encryptor()
-        step = CHUNK // 4
+        step = CHUNK // row.itemsize
+        numbers = np.frombuffer(self._buffer, row.dtype.newbyteorder("<"), step)
         for start in range(0, len(row), step):
             part = row[start : start + step]
-            stream.update_into(self._zeros[: 4 * len(part)], self._buffer)
-            operation(part, self._numbers[: len(part)], out=part)
+            stream.update_into(self._zeros[: part.nbytes], self._buffer)
+            operation(part, numbers[: len(part)], out=part)

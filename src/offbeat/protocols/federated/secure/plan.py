@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from offbeat.errors import UsageError
 from offbeat.limits import SIMULATED_WORKERS, whole
+from offbeat.protocols.federated.secure.common_scale import CommonScale
 from offbeat.protocols.federated.secure.fixed_point import FixedPoint
 
 FEWEST_CLIENTS: Final = 3
@@ -25,6 +26,8 @@ ROUND_BYTES: Final = 32
 
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Client = Annotated[int, Meta(ge=0, le=MOST_CLIENT)]
+SecureEncoding = FixedPoint | CommonScale
+"""How updates become integers."""
 
 
 class SecureRound(Struct, frozen=True, kw_only=True):
@@ -32,7 +35,7 @@ class SecureRound(Struct, frozen=True, kw_only=True):
 
     id: Annotated[bytes, Meta(min_length=ROUND_BYTES, max_length=ROUND_BYTES)]  # Random, and never used again.
     clients: int  # Clients that are invited.
-    encoding: FixedPoint
+    encoding: SecureEncoding
     degree: int  # Neighbours with whom each client shares masks and secrets; clients - 1: all others.
     threshold: int  # Of a client's neighbours and itself, how many must stay to the end; more than two thirds.
     fewest: int  # Clients without whose updates the sum is not revealed.
@@ -42,7 +45,7 @@ class SecureRound(Struct, frozen=True, kw_only=True):
     def of(
         cls,
         id: bytes,  # noqa: A002
-        encoding: FixedPoint,
+        encoding: SecureEncoding,
         clients: int,
         *,
         degree: int | None = None,

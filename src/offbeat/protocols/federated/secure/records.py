@@ -53,13 +53,13 @@ class SecureRecords:
     def __init__(self, plan: SecureRound, members: Mapping[int, bytes], state: SecureServerState) -> None:
         self.plan, self.members, self.state = plan, members, state
         self.digest = plan.digest
-        self.total = np.zeros(plan.encoding.words, "<u4")
+        self.total = np.zeros(plan.encoding.words, plan.encoding.dtype)
         """The sum of masked updates."""
         self.around: dict[int, tuple[int, ...]] = {}
         """The neighbours of each client."""
         self._boxes: dict[int, dict[int, bytes]] = {}
         if state.total:
-            self.total[:] = np.frombuffer(state.total, "<u4")
+            self.total[:] = np.frombuffer(state.total, plan.encoding.dtype)
         if state.phase != "keys":
             self._seat()
         if state.included:
@@ -157,7 +157,7 @@ class SecureRecords:
             case DealtShares():
                 known.dealt[client] = message
             case MaskedUpdate():
-                self.total += np.frombuffer(payload.handle, "<u4")
+                self.total += self.plan.encoding.unpacked(payload.handle)
                 known.masked.append(client)
                 self.alive.add(client)
             case SurvivorSignature(_, signature):

@@ -8,7 +8,8 @@ from itertools import combinations, islice
 from typing import Final
 
 from offbeat.errors import SecureAggregationError
-from offbeat.protocols.federated.secure.masks import Masks, Row
+from offbeat.protocols.federated.secure.integers import Row
+from offbeat.protocols.federated.secure.masks import Masks
 from offbeat.protocols.federated.secure.primitives import agreement_public, commitment, own_mask_key, pair_mask_key
 from offbeat.protocols.federated.secure.shamir import ShamirSharing
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 from offbeat.errors import UsageError
 from offbeat.limits import seconds
 from offbeat.protocols.federated.secure.answers import fault
-from offbeat.protocols.federated.secure.masks import Row
+from offbeat.protocols.federated.secure.integers import Row
 from offbeat.protocols.federated.secure.messages import (
     MOST_TEXT,
     SERVER,
@@ -26,7 +26,7 @@ from offbeat.protocols.federated.secure.messages import (
     SecureWait,
     client_name,
 )
-from offbeat.protocols.federated.secure.plan import SecureRound
+from offbeat.protocols.federated.secure.plan import SecureEncoding, SecureRound
 from offbeat.protocols.federated.secure.primitives import require_cryptography
 from offbeat.protocols.federated.secure.records import SecureRecords, SecureServerState
 from offbeat.protocols.federated.secure.recovery import UnmaskedSum
@@ -52,7 +52,7 @@ class SecureTimes(Struct, frozen=True):
 class SecureSum(Struct, frozen=True):
     """A round that ended well."""
 
-    total: Row  # The sum of encoded updates, modulo 2^32.
+    total: Row  # The sum of encoded updates, modulo the power of two of their encoding.
     clients: tuple[int, ...]  # Whose updates are in it.
     liars: tuple[int, ...] = ()  # Clients that released wrong shares, which were not used.
 
@@ -108,6 +108,11 @@ class SecureServer:
         self._times = times or SecureTimes()
         self._waiting: set[int] = set()
         self._gone: set[int] = set()
+
+    @property
+    def encoding(self) -> SecureEncoding:
+        """How updates become integers."""
+        return self._records.plan.encoding
 
     @property
     def phase(self) -> str:
@@ -224,7 +229,7 @@ class SecureServer:
                 f"the secrets of clients {records.state.unrecovered} could not be recovered: shares of them are wrong"
             )
         else:
-            records.total = result.total
+            records.total = self.encoding.reduced(result.total)
         self._end(effects)
 
     def _end(self, effects: Effects) -> None:
