@@ -21,7 +21,7 @@ from offbeat.run.drive import fit
 from offbeat.runtime.federated.aggregation import ClientUpdate, ExactMean, Selected, UpdateFilter, UpdateLayout, alone
 from offbeat.runtime.federated.client_state import OWED, ClientState
 from offbeat.runtime.federated.round_scale import START, RoundScale
-from offbeat.runtime.federated.secure_mean import SecureMean
+from offbeat.runtime.federated.secure_mean import SecureMean, adopt
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.simulate.faults.secure_rounds import SecureWorld
@@ -157,15 +157,15 @@ def test_updates_of_zeros_leave_the_scale_where_it_is() -> None:
 
 def test_a_client_takes_the_scale_of_the_server_and_nothing_else() -> None:
     _, server = path()
-    server._scale.bound = 0.5  # type: ignore[union-attr]
+    server.scale.bound = 0.5  # type: ignore[union-attr]
     server.begin(selected(4))
     _, client = path()
-    assert not client.adopt(server.encoding, 4)
+    assert not adopt(client, server.encoding, 4)
     assert np.array_equal(client.encode(sent(12, row(12))), server.encode(sent(12, row(12))))
     _, other = path("quantize(4)")
-    assert "the server wants CommonScale" in other.adopt(server.encoding, 4)
+    assert "the server wants CommonScale" in adopt(other, server.encoding, 4)
     plain = SecureMean(LAYOUT, client._plan, 7)
-    assert "and this client has FixedPoint" in plain.adopt(server.encoding, 4)
+    assert "and this client has FixedPoint" in adopt(plain, server.encoding, 4)
     assert isinstance(plain.encoding, FixedPoint)
 
 

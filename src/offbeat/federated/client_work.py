@@ -42,7 +42,7 @@ from offbeat.runtime.federated.client_state import ClientState, ClientStates
 from offbeat.runtime.federated.exact_sum import ExactSum
 from offbeat.runtime.federated.flat_model import FlatModel
 from offbeat.runtime.federated.local_training import LocalTrainer, Visit, check_loss, examples_of
-from offbeat.runtime.federated.secure_mean import SecureMean
+from offbeat.runtime.federated.secure_mean import SecureMean, adopt
 from offbeat.runtime.messages import Inbox
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.strategies import combined
@@ -282,7 +282,7 @@ class ClientWork:
         sums, sent = self._ready().secure, self._unsent
         if sums is None or sent is None or work.number != self._number:
             return "it has no update of this round"
-        if unlike := sums.adopt(work.encoding, work.number):
+        if unlike := adopt(sums, work.encoding, work.number):
             return unlike
         try:
             return sums.encode(sent)

@@ -140,7 +140,8 @@ class SecureMean(Aggregation):
     ) -> None:
         self._layout, self._plan, self._seed = layout, plan, seed
         self._kept = kept or KeptNumbers(layout.size, lambda _: slice(None))
-        self._scale = scale
+        self.scale = scale
+        """By which updates are quantized; None: they are not."""
         self._selected = Selected(0, (), ())
         self._encoding: SecureEncoding | None = None
         self._row = torch.zeros(0, dtype=torch.int64)
@@ -179,22 +180,15 @@ class SecureMean(Aggregation):
         self._row = torch.zeros(self.encoding.words + COUNTS + len(selected.clients), dtype=torch.int64)
         self._sum, self._came = None, ()
 
-    def adopt(self, wanted: SecureEncoding, number: int) -> str:
-        """At a client: begin a round with a server's encoding; why not, if this client would have another one."""
-        if self._scale is not None:
-            self._scale.bound = wanted.bound
-        self.begin(Selected(number, range(wanted.clients), [float(wanted.examples)] * wanted.clients))
-        return "" if self.encoding == wanted else f"the server wants {wanted}, and this client has {self.encoding}"
-
     def encode(self, sent: ClientUpdate) -> Row:
         """An update as integers, with the client's loss as one more number; refused if it has NaN."""
         numbers, encoding = self._numbers(sent), self.encoding
         seed = mixed(self._seed, ROUNDING, self._selected.number, sent.client)
         weight = round(sent.weight) if self.weighs else 1
         row = encoding.encode(numbers, weight, seed)
-        if self._scale is not None and isinstance(encoding, CommonScale) and sent.state is not None:
+        if self.scale is not None and isinstance(encoding, CommonScale) and sent.state is not None:
             lost = numbers[: encoding.length - encoding.fine] - encoding.sent(row, weight)
-            self._scale.owe(sent.state, lost, self._kept.places(self._selected.number), self._layout)
+            self.scale.owe(sent.state, lost, self._kept.places(self._selected.number), self._layout)
         return row
 
     def add(self, sent: ClientUpdate) -> bool:
@@ -231,8 +225,8 @@ class SecureMean(Aggregation):
     def mean(self) -> tuple[Tensor, Tensor | None]:
         """The mean update; the next round's scale follows from it."""
         numbers = decoded(self._sum, self.encoding)[0]
-        if self._scale is not None:
-            self._scale.learn(float(numbers[-2]))
+        if self.scale is not None:
+            self.scale.learn(float(numbers[-2]))
         return self._kept.spread(numbers[: self._kept.count], self._layout, self._selected.number), None
 
     @property
@@ -270,19 +264,19 @@ class SecureMean(Aggregation):
 
     def state_dict(self) -> dict[str, Any]:
         """What is counted, and the scale of the next round."""
-        return {"clipped": self._clipped} | ({} if self._scale is None else {"bound": self._scale.bound})
+        return {"clipped": self._clipped} | ({} if self.scale is None else {"bound": self.scale.bound})
 
     def load_state_dict(self, state: Any) -> None:
         """Continue counting."""
         self._clipped = int(state["clipped"])
-        if self._scale is not None:
-            self._scale.bound = float(state["bound"])
+        if self.scale is not None:
+            self.scale.bound = float(state["bound"])
 
     def _encoding_for(self, selected: Selected) -> SecureEncoding:
         most, clients = max(1, math.ceil(max(selected.weights, default=1.0))), max(1, len(selected.clients))
-        if self._scale is not None:
+        if self.scale is not None:
             buffers = self._layout.size - self._layout.trainable
-            return self._scale.encoding(self._kept.count, buffers, clients, most, BOUND)
+            return self.scale.encoding(self._kept.count, buffers, clients, most, BOUND)
         # One more number, for the loss.
         return FixedPoint(length=self._kept.count + 1, clients=clients, bound=BOUND, examples=most)
 
@@ -291,7 +285,7 @@ class SecureMean(Aggregation):
         loss = min(sent.loss, LOSS_BOUND) if math.isfinite(sent.loss) else 0.0
         numbers = self._kept.taken(sent.update, self._selected.number)
         coarse = self._kept.count - (self._layout.size - self._layout.trainable)
-        size = [] if self._scale is None else [self._scale.size_of(numbers[:coarse])]
+        size = [] if self.scale is None else [self.scale.size_of(numbers[:coarse])]
         return np.append(numbers, [*size, loss * BOUND / LOSS_BOUND])
 
 
@@ -305,3 +299,11 @@ def decoded(total: Row | None, encoding: SecureEncoding) -> tuple[NDArray[np.flo
     if total is None:
         raise RuntimeError("a sum is decoded before it is there: call combine() or receive() first.")
     return encoding.decode(total)
+
+
+def adopt(sums: SecureMean, wanted: SecureEncoding, number: int) -> str:
+    """At a client: begin a round with a server's encoding; why not, if this client would have another one."""
+    if sums.scale is not None:
+        sums.scale.bound = wanted.bound
+    sums.begin(Selected(number, range(wanted.clients), [float(wanted.examples)] * wanted.clients))
+    return "" if sums.encoding == wanted else f"the server wants {wanted}, and this client has {sums.encoding}"

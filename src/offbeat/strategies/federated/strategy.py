@@ -107,7 +107,7 @@ class Federated(Exchanging):
         "federated(fraction=0.2, over=1.2, secure=True)",
         "federated(clients=200, fraction=0.2, privacy=privacy(epsilon=8.0, delta=0.001), secure=True)",
         "federated(secure=True) + randomk(0.1)",
-        "federated(secure=True) + quantize(8)",
+        "federated(secure=True) + quantize(4)",
         "federated + quantize(4)",
     )
     carries = True
@@ -221,17 +221,8 @@ class Federated(Exchanging):
 
     def refuses(self, other: Strategy) -> str | None:
         """What has no place beside rounds of clients."""
-        if self.secure and isinstance(other, Compressing) and not isinstance(other, RandomK | Quantize):
-            return (
-                f"of updates that secure=True masks only the sum is known, and messages of {other} must be decoded "
-                f"before they are summed, because each client chooses its own places or scale. Use randomk or "
-                f"quantize, whose places and scale all clients of a round share, or omit one of them"
-            )
-        if self.secure and self.privacy is not None and isinstance(other, Quantize):
-            return (
-                f"{other} would have to round {self.privacy}'s noise together with the update, and what is then owed "
-                f"to the next round would take the noise out again. Use randomk, or omit one of them"
-            )
+        if self.secure and isinstance(other, Compressing) and (why := _not_summed(other, self.privacy)):
+            return why
         if other.axis is Axis.WHEN:
             return "its clients train on their own between two rounds anyway. Say epochs=… in federated(...)"
         if other.axis is Axis.SPLIT:
@@ -313,6 +304,22 @@ class Federated(Exchanging):
     def connect(self, group: Group, stopwatch: Stopwatch) -> Exchange:
         """The worker's side: counts of what clients and server would have sent."""
         return FederatedWorker(group, stopwatch)
+
+
+def _not_summed(compression: Compressing, privacy: Privacy | None) -> str:
+    """Why messages of a compressor cannot be summed under masks; empty if they can."""
+    if not isinstance(compression, RandomK | Quantize):
+        return (
+            f"of updates that secure=True masks only the sum is known, and messages of {compression} must be decoded "
+            f"before they are summed, because each client chooses its own places or scale. Use randomk or quantize, "
+            f"whose places and scale all clients of a round share, or omit one of them"
+        )
+    if privacy is not None and isinstance(compression, Quantize):
+        return (
+            f"{compression} would have to round the noise of {privacy} together with the update, and what is then "
+            f"owed to the next round would take the noise out again. Use randomk, or omit one of them"
+        )
+    return ""
 
 
 class FederatedWorker(Exchange):
