@@ -156,8 +156,7 @@ def fault_in(machines: Iterable[Machine]) -> str | None:
     """What must never be: a wrong sum, or a client that releases both kinds of share of another."""
     clients = {each.client.number: each for each in machines if isinstance(each, DroppingClient)}
     for server in machines:
-        outcome = server.outcome if isinstance(server, SecureServer) else None
-        if isinstance(outcome, SecureSum):
+        if isinstance(server, SecureServer) and isinstance(outcome := server.outcome, SecureSum):
             whole = np.sum([clients[client].update for client in outcome.clients], axis=0, dtype=np.uint64)
             if not np.array_equal(outcome.total, whole % 2**server.encoding.width):
                 return f"the sum over clients {list(outcome.clients)} is wrong"
