@@ -15,6 +15,8 @@ WORKERS: Final = 1024
 """Workers of one run, over all of its hosts, which are all on one machine."""
 SERVERS: Final = 256
 """Server processes of one run."""
+DATA_SERVERS: Final = 64
+"""Data servers of one run."""
 THREADS: Final = 1024
 """Threads of one worker."""
 WORLD: Final = 65_536

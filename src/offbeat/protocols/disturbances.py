@@ -20,7 +20,9 @@ from offbeat.errors import UsageError
 from offbeat.limits import SECONDS
 from offbeat.protocols.partition import mixed
 
-ROLES = ("worker", "server", "client")  # Roles that can be disturbed; clients are those of federated learning.
+DATA_SERVER: Final = "data server"
+ROLES = ("worker", "server", "client", DATA_SERVER)
+"""Roles that can be disturbed; clients are those of federated learning."""
 FORMS = (
     "worker 1: pause 200ms every 1s",
     "any worker: pause 200ms with probability 0.15",
@@ -28,6 +30,7 @@ FORMS = (
     "server 0: stop 5s at step 50",
     "worker *: pace 40ms",
     "client 7: poison(sign, 10)",
+    "data server 0: kill at step 20",
 )
 """One example of each form; every error shows them."""
 BLOCK = 1024  # Steps whose chances are drawn together.
@@ -98,7 +101,7 @@ class Disturbance(Struct, frozen=True):
     """One parsed sentence."""
 
     text: str  # The sentence as written.
-    role: str  # worker or server.
+    role: str  # Of `ROLES`.
     rank: int | None  # Which of them; None: all.
     action: Action  # What happens to it.
 
@@ -110,7 +113,7 @@ def check(disturbances: Sequence[Disturbance], cast: Mapping[str, int]) -> None:
         if count == 0:
             raise UsageError(
                 f"--disturb {one.text!r}: this run has no {one.role}s, so nothing could be disturbed. Choose a "
-                f"strategy that has some, or leave the sentence out."
+                f"strategy that has some (data servers: --data-servers), or leave the sentence out."
             )
         if one.rank is not None and one.rank >= count:
             known = f"only {one.role} 0" if count == 1 else f"{one.role}s 0 to {count - 1}"
@@ -208,6 +211,10 @@ class _Sentence:
         self._text = text
         spaced = re.sub(r"([0-9])\s+(us|ms|s)\b", r"\1\2", re.sub(r"([:(),])", r" \1 ", text.lower()))
         self._words = spaced.split()
+        if self._words[:2] == DATA_SERVER.split():  # The only name of two words.
+            self._words[:2] = [DATA_SERVER]
+        elif self._words[:3] == ["any", *DATA_SERVER.split()]:
+            self._words[1:3] = [DATA_SERVER]
         self._next = 0
 
     def read(self) -> Disturbance:

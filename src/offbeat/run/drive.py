@@ -28,6 +28,7 @@ from offbeat.errors import (
 from offbeat.monitor import LASTING, STRAGGLER, LiveWatch, Verdict
 from offbeat.protocols.disturbances import asked, check
 from offbeat.run import job as jobs
+from offbeat.run.data_supervisor import DataServing, data_serving
 from offbeat.run.job import Job, Script, agreed_workers, earlier, plain_target, resolve
 from offbeat.run.server_supervisor import Serving, role_counts, servers_of, serving
 from offbeat.run.step_times import predicted, verdict
@@ -45,7 +46,7 @@ from offbeat.task import AnyTask
 
 WARM = (
     *(*launch.PRELOAD, "torch._dynamo", "offbeat.worker.loop"),
-    *("offbeat.runtime.servers.process", "offbeat.runtime.groups.coordinated_group"),
+    *("offbeat.runtime.servers.process", "offbeat.runtime.groups.coordinated_group", "offbeat.worker.data_server"),
 )
 """What the fork server imports, so that workers start with everything loaded (torch's optimizers import _dynamo)."""
 
@@ -88,6 +89,7 @@ def fit(
     checkpoint_every: int | None = None,
     timeout: float = 600.0,
     replace: int = 0,
+    data_servers: int = 0,
     disturb: str | Sequence[str] = (),
     watch: bool = False,
     rate_factor: float = 1.0,
@@ -98,9 +100,10 @@ def fit(
 
     `task` is an instance, or its name as on the command line (`offbeat.tasks.digits`). Everything else has a default:
     one worker; with `hosts`, an object or the path of a file, as many as those have; with `resume`, as many as before.
-    `disturb` injects faults, a sentence each; `replace` is how many dead workers are replaced by new ones. `watch`
-    records and judges the workers' events during the run; `rate_factor` multiplies learning rates. A `launcher` is used
-    and left open, so that several runs share one fork server.
+    `disturb` injects faults, a sentence each; `replace` is how many dead workers are replaced by new ones;
+    `data_servers` is how many processes prepare batches for the workers. `watch` records and judges the workers' events
+    during the run; `rate_factor` multiplies learning rates. A `launcher` is used and left open, so that several runs
+    share one fork server.
     """
     goal = Goal(
         strategy=None if strategy is None else str(strategy),
@@ -113,6 +116,7 @@ def fit(
         checkpoint_every=checkpoint_every,
         parts=parts,
         replace=replace,
+        data_servers=data_servers,
         disturb=(disturb,) if isinstance(disturb, str) else tuple(disturb),
         watch=watch,
         rate_factor=rate_factor,
@@ -148,7 +152,7 @@ def drive(job: Job, *, launcher: Launcher | None = None, watcher: Watcher | None
         job = dataclasses.replace(job, goal=dataclasses.replace(job.goal, disturb=sentences))
         check(job.goal.disturbances, role_counts(job))
         needs = servers_of(job)
-        processes = job.workers + (needs[0] * (1 + needs[1]) if needs else 0)
+        processes = job.workers + (needs[0] * (1 + needs[1]) if needs else 0) + job.goal.data_servers
         check_room(processes, job.threads or threads_for(job.workers))
         with nullcontext() if job.hosts is None else placed(job.hosts) as there, _store(job, there) as store:
             # After the store, so that a port that is taken leaves no folder behind.
@@ -184,7 +188,8 @@ def _launch(
 ) -> None:
     watch = LiveWatch(folder.path, job.workers) if job.goal.watch else None
     try:
-        with serving(job, folder, there) as servers:
+        with serving(job, folder, there) as servers, data_serving(job, there) as data:
+            collected.data = data
 
             def tick() -> None:
                 servers.tick(collected.watcher.tick)
@@ -200,18 +205,26 @@ def _launch(
                     watch.ended(outcome)
                     if outcome.role.kind == "server":
                         watch.lost_server(str(outcome.role), outcome)
+                reader = data.ended(outcome, collected.fired_for(outcome.role))
+                if reader is not None:
+                    starter.add(reader)
                 new = servers.replacement(outcome, job.goal.replace)
                 if new is not None:
+                    data.worker_joins()
                     config = {**new.config, "disturbed": collected.fired_for(new)}
                     starter.add(dataclasses.replace(new, config=config))
 
             starter.run(
-                [*_roles(job, folder, store, servers, there), *servers.roles(job, folder)],
+                [
+                    *_roles(job, folder, store, servers, data, there),
+                    *servers.roles(job, folder),
+                    *data.roles(job, folder),
+                ],
                 on_message=collected.message,
                 on_tick=tick,
                 on_end=ended,
             )
-            collected.died, collected.joined = servers.died, servers.joined
+            collected.died, collected.joined = [*servers.died, *data.died], [*servers.joined, *data.joined]
             if there is not None:
                 collected.hosts = there.plain(servers.places)
     except BaseException as error:
@@ -287,10 +300,16 @@ def _folder_for(job: Job) -> RunFolder:
 
 
 def _roles(
-    job: Job, folder: RunFolder, store: PrivateStore | int, servers: Serving, there: Placed | None
+    job: Job,
+    folder: RunFolder,
+    store: PrivateStore | int,
+    servers: Serving,
+    data: DataServing,
+    there: Placed | None,
 ) -> list[Role]:
     config = {
         "servers": None if servers.plan is None else servers.plan.plain(),
+        "data_servers": None if data.plan is None else data.plan.plain(),
         "goal": job.goal.plain(),
         "folder": str(folder.path.resolve()),
         "resume": job.resume is not None,
@@ -330,6 +349,7 @@ class _Collected:
         self.died: list[str] = []
         self.joined: list[str] = []
         self.hosts: list[dict[str, Any]] = []
+        self.data: DataServing | None = None  # The run's data servers.
         self._fired: Counter[tuple[int, str]] = Counter()
         """How often each injected fault, by its number, has fired for each role, also for one that it killed."""
 
@@ -350,6 +370,8 @@ class _Collected:
                 known = self.servers.get(fields["shard"])
                 if known is None or known["epoch"] < fields["epoch"]:
                     self.servers[fields["shard"]] = fields
+            case "data server" if self.data is not None:
+                self.data.account(fields["account"])
             case "disturbed":
                 self._fired[message["number"], str(role)] += 1
             case _:
@@ -417,6 +439,8 @@ def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
     }
     if not reported:
         data["strategy"] = BY_SCRIPT  # Whatever was requested: it joined no team.
+    if collected.data is not None and collected.data.accounts:
+        data["data_servers"] = collected.data.summary
     if collected.servers:
         data["servers"] = [collected.servers[shard] for shard in sorted(collected.servers)]
     if reported:

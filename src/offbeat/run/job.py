@@ -150,6 +150,8 @@ def resolve(job: Job) -> Job:
         if isinstance(strategy.exchange, Sandblaster):
             strategy.exchange.check_task(task)
             changes |= _in_iterations(task, job)
+        if goal.data_servers:
+            _check_data_servers(task, strategy)
         if strategy.split:
             _refuse_unsplittable(task, strategy, job.workers)
         if isinstance(task, IterativeTask) and goal.replace:
@@ -163,6 +165,16 @@ def resolve(job: Job) -> Job:
                 f"every step already sums over all data. Use {strategy.exchange} alone."
             )
     return dataclasses.replace(job, goal=dataclasses.replace(goal, **changes))
+
+
+def _check_data_servers(task: AnyTask, strategy: Combined) -> None:
+    """Refuse data servers where no batches of a training loader are read."""
+    what = strategy.exchange if isinstance(strategy.exchange, Federated | Sandblaster) else type(task).__name__
+    if isinstance(task, IterativeTask) or what is strategy.exchange:
+        raise StrategyError(
+            f"--data-servers cannot be used with {what}: its workers keep parts of the data, and read no batches that "
+            f"others could prepare. Omit it."
+        )
 
 
 def _check_federated(task: AnyTask, strategy: Combined, rules: Federated, hosts: Hosts | None) -> None:

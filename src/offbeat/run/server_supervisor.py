@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from offbeat.errors import OffbeatError, RunError, WaitError, WorkerError
+from offbeat.protocols.disturbances import DATA_SERVER
 from offbeat.protocols.sandblaster.messages import MINIMIZER, shard_name
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import place_of, server_name, worker_name
@@ -47,6 +48,7 @@ def role_counts(job: Job) -> dict[str, int]:
     needs = servers_of(job)
     counts = {"worker": job.workers} | ({"server": needs[0]} if needs and needs[0] else {})
     exchange = None if job.goal.strategy is None else combined(parse(job.goal.strategy)).exchange
+    counts |= {DATA_SERVER: job.goal.data_servers} if job.goal.data_servers else {}
     return counts | ({"client": exchange.clients} if isinstance(exchange, Federated) else {})
 
 

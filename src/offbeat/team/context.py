@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.data.loaders import Share
+from offbeat.runtime.data_servers.link import DataLink
 from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.gradients.noise import Gauge
 from offbeat.runtime.groups.coordinated_group import CoordinatedGroup, group_for
@@ -61,6 +62,8 @@ class Workplace:
     """This worker's shares of loaders, where they depend on which workers are alive."""
     notes: dict[str, Any] = field(default_factory=dict[str, Any])
     """Further entries for the result."""
+    data: DataLink | None = None
+    """The connection to the run's data servers, if it has any."""
     stopping: bool = False
     """Whether all workers have agreed that the run is done."""
     admitting: bool = False
@@ -201,4 +204,5 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     return Workplace(
         *(assignment, group, device, strategy, exchange, pace, batches, stopwatch, ledger, holdings, watch, reports),
         *(memory, disturber, gauge, seed, split),
+        data=None if assignment.data_servers is None else DataLink(assignment.data_servers, place.rank, goal.timeout),
     )

@@ -14,6 +14,7 @@ from offbeat.errors import StrategyError, UsageError
 from offbeat.runtime.data.fingerprint import fingerprint
 from offbeat.runtime.data.label_skew import Parts
 from offbeat.runtime.data.loaders import Batch, Loader, Share, agreed_state, divide
+from offbeat.runtime.data_servers.sources import supplied_by
 from offbeat.runtime.gradients.first_loss import FirstLoss
 from offbeat.runtime.gradients.optimizers import ScaledRate
 from offbeat.runtime.state import random_state
@@ -151,8 +152,11 @@ class Adoption:
         elif isinstance(thing, Stateful) and not isinstance(thing, Iterable):
             held.others.append(thing)
         elif isinstance(thing, Iterable):
-            parts = Parts.parse(self._place.goal.parts)
-            loader = divide(cast("Iterable[Any]", thing), self._shares(split), self._feed, parts, split)
+            if self._place.assignment.offer is not None:
+                return self._place.assignment.offer(thing)
+            parts, data = Parts.parse(self._place.goal.parts), self._place.data
+            make = None if data is None else supplied_by(data)
+            loader = divide(cast("Iterable[Any]", thing), self._shares(split), self._feed, parts, split, make)
             held.loaders.append(loader)
             return loader
         else:

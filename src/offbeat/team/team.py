@@ -280,6 +280,8 @@ class Team:
             gauges = () if work.gauge is None else (work.gauge,)
             for part in (self._adoption, *splits, *gauges, work.watch, work.pace, work.exchange, work.memory):
                 part.close()
+            if work.data is not None:
+                work.data.close()
             if publishes:
                 work.memory.publish_complete(at_end=True)
             work.group.close()

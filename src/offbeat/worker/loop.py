@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from offbeat.errors import DataError, NonFiniteError, TaskError
 from offbeat.protocols.partition import share
 from offbeat.runtime.backend import stand_in_for_gloo
+from offbeat.runtime.data_servers.plan import DataServerPlan
 from offbeat.runtime.events.worker import written_down
 from offbeat.runtime.launch import Control
 from offbeat.runtime.run.rank_environment import where
@@ -54,6 +55,7 @@ def work(config: Mapping[str, Any], control: Control) -> None:
         send=control.send,
         fail=control.fail,
         servers=ServerPlan.from_plain(config["servers"]) if config.get("servers") else None,
+        data_servers=DataServerPlan.from_plain(config["data_servers"]) if config.get("data_servers") else None,
     )
     ASSIGNED.set(assignment)
     goal, in_place_of_gloo = assignment.goal, assignment.goal.backend == "offbeat"
@@ -67,12 +69,12 @@ def work(config: Mapping[str, Any], control: Control) -> None:
         if goal.seed is not None:
             seed_everything(goal.seed)  # A model may be created before the script calls init().
         assignment.send({"kind": "script", "script": config["script"]})
-        _run_script(config["script"], config["arguments"])
+        run_script(config["script"], config["arguments"])
         for team in assignment.open_teams:
             team.close()
 
 
-def _run_script(path: str, arguments: list[str]) -> None:
+def run_script(path: str, arguments: list[str]) -> None:
     """Run a script as `python` does: its module is `__main__`, also while the process ends."""
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))

@@ -26,6 +26,8 @@ from offbeat.runtime.data.batch_slicing import cut, examples_in
 from offbeat.runtime.data.label_skew import Parts, labels_of
 from offbeat.runtime.state.random_state import Draws, Lent, capture, seed_everything
 
+Slice = tuple[list[Any], int, int]
+"""A worker's indices in a global batch, how many count, and the examples of the whole batch."""
 _AHEAD = 256  # Batches of indices drawn from a sampler at a time; swapping random state for each would cost too much.
 
 
@@ -110,7 +112,7 @@ class Indexed(BatchSource):
         self._tensors = _tensors_of(loader)
         self._elsewhere = loader.num_workers > 0
         self._following = _Following()
-        self._bases = _Bases(loader)
+        self._bases = BaseSeeds(loader)
         self._inner = None if self._tensors else self._like_it()
 
     def _like_it(self) -> DataLoader[Any]:
@@ -166,13 +168,21 @@ class Indexed(BatchSource):
 
     def _planned(self, epoch: Epoch) -> Iterator[tuple[list[Any], Batch]]:
         """The worker's indices of every global batch; the last is marked."""
-        if self._parts:
-            return _with_last(islice(self._from_parts(epoch.number), epoch.skip, None))
         if self.native and self._elsewhere:
             # Opened at once: the seed of the loading processes is drawn before they start, then the first batch.
             return self._counted(self._opened(epoch), epoch.skip)
-        wholes = epoch.draws.stream(lambda: self._opened(epoch), epoch.skip, _AHEAD)
-        return self._counted(wholes, epoch.skip) if self.native else _with_last(self._cut(whole) for whole in wholes)
+        if self.native:
+            return self._counted(self._wholes(epoch), epoch.skip)
+        return _with_last(piece() for piece in self.pieces(epoch))
+
+    def pieces(self, epoch: Epoch) -> Iterator[Callable[[], Slice]]:
+        """For each global batch, what cuts this worker's slice of it, by the members of that moment."""
+        if self._parts:
+            return islice(self._from_parts(epoch.number), epoch.skip, None)
+        return (partial(self._cut, whole) for whole in self._wholes(epoch))
+
+    def _wholes(self, epoch: Epoch) -> Iterator[list[Any]]:
+        return epoch.draws.stream(lambda: self._opened(epoch), epoch.skip, _AHEAD)
 
     def _opened(self, epoch: Epoch) -> Iterator[list[Any]]:
         """The global batches, as indices."""
@@ -182,7 +192,7 @@ class Indexed(BatchSource):
             stream = _merged(stream, self._place.merge)
         return self._drawn(stream, epoch.seed) if self._afresh else stream
 
-    def _cut(self, whole: list[Any]) -> tuple[list[Any], int, int]:
+    def _cut(self, whole: list[Any]) -> Slice:
         part = list(mine(whole, *self._place.position))
         return part or list(whole[-1:]), len(part), len(whole)
 
@@ -200,12 +210,16 @@ class Indexed(BatchSource):
         random, count = np.random.default_rng(seed), len(cast("Any", self._loader.dataset))
         return (random.choice(count, len(batch), replace=False).tolist() for batch in batches)
 
-    def _from_parts(self, epoch: int) -> Iterator[tuple[list[Any], int, int]]:
+    def _from_parts(self, epoch: int) -> Iterator[Callable[[], Slice]]:
         parts, seed = cast("list[Indices]", self._parts), mixed(self._place.seed, self._place.loader)
         stand_in = next(part for part in parts if len(part))[:1].tolist()
-        for slices in batches_of_parts(parts, self._global_batch, seed, epoch):
+
+        def cut_parts(slices: list[Indices]) -> Slice:
             part = [index for rank in self._place.ranks for index in slices[rank].tolist()]
-            yield part or stand_in, len(part), sum(len(piece) for piece in slices)
+            return part or stand_in, len(part), sum(len(piece) for piece in slices)
+
+        for slices in batches_of_parts(parts, self._global_batch, seed, epoch):
+            yield partial(cut_parts, slices)
 
     def spend(self) -> None:
         """Make the sampler's draws before its first batch, and draw the seed for loading processes."""
@@ -214,10 +228,10 @@ class Indexed(BatchSource):
         next(stream, None)
 
 
-def _with_last(pieces: Iterator[tuple[list[Any], int, int]]) -> Iterator[tuple[list[Any], Batch]]:
+def _with_last(pieces: Iterator[Slice]) -> Iterator[tuple[list[Any], Batch]]:
     """Indices and batches, one batch ahead to mark the last."""
     for piece, following in pairwise(chain(pieces, [None])):
-        indices, examples, total = cast("tuple[list[Any], int, int]", piece)
+        indices, examples, total = cast("Slice", piece)
         yield indices, Batch(None, examples, total, last=following is None)
 
 
@@ -235,7 +249,7 @@ class Streamed(BatchSource):
     def __init__(self, loader: DataLoader[Any], place: Share) -> None:
         self._loader, self._place = loader, place
         self._stream = _SlicedStream(loader, place.rank, place.size)
-        self._bases = _Bases(loader)
+        self._bases = BaseSeeds(loader)
         here = {"batch_size": None, "collate_fn": _as_it_is, "generator": self._bases.drawn}
         self._inner = _like(loader, self._stream, **here) if loader.num_workers else None
 
@@ -287,7 +301,7 @@ class SlicedBatches(BatchSource):
     def spend(self) -> None:
         """Draw the seed for loading processes, if there can be any."""
         if isinstance(self._loader, DataLoader):
-            _Bases(cast("DataLoader[Any]", self._loader)).draw(1)
+            BaseSeeds(cast("DataLoader[Any]", self._loader)).draw(1)
 
 
 class InTurn(BatchSource):
@@ -315,7 +329,7 @@ class InTurn(BatchSource):
         self._sources[0].spend()
 
 
-class _Bases:
+class BaseSeeds:
     """The seeds that a DataLoader draws for its loading processes, even if it has none."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:

@@ -8,7 +8,7 @@ example of weight 0, so that it takes part in the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, cast
 
@@ -23,7 +23,7 @@ from offbeat.runtime.data.loader_sources import Batch, BatchSource, Epoch, Share
 from offbeat.runtime.groups.group import Group
 from offbeat.runtime.state.random_state import Draws, Lent, Own, State, capture, packed, seeded, unpacked
 
-__all__ = ["Batch", "Feed", "Loader", "Share", "agreed_state", "divide", "generators_of"]
+__all__ = ["Batch", "Feed", "Loader", "Share", "agreed_state", "divide", "generators_of", "is_divided", "source_for"]
 
 
 class Feed(Protocol):
@@ -240,14 +240,26 @@ def agreed_state(group: Group, meeting: bool, state: State, seed: int) -> tuple[
     return unpacked(group.share(packed(state), "the order of an epoch's data"), state), group.membership.leads
 
 
-def divide(loader: Iterable[Any], shares: Sequence[Share], feed: Feed, parts: Parts, split: bool = True) -> Loader:
+Make = Callable[[Iterable[Any], Share, Parts, bool], BatchSource]
+"""Makes the source of a share of a loader: from the loader, the share, the parts, and whether it is to be divided."""
+
+
+def divide(
+    loader: Iterable[Any],
+    shares: Sequence[Share],
+    feed: Feed,
+    parts: Parts,
+    split: bool = True,
+    make: Make | None = None,
+) -> Loader:
     """Divide a loader over the workers, several shares in turn; `split=False` if it is already this worker's part."""
-    each = [_source_for(loader, share, parts, split) for share in shares]
+    each = [(make or source_for)(loader, share, parts, split) for share in shares]
     return Loader(loader, each[0] if len(each) == 1 else sources.InTurn(each), feed, shares[0])
 
 
-def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) -> BatchSource:
-    if not split or _already_divided(loader, place):
+def source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) -> BatchSource:
+    """The source of slices that suits a loader."""
+    if not split or is_divided(loader, place):
         return sources.SlicedBatches(loader, None)
     usual = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     typed = cast("DataLoader[Any]", loader)
@@ -267,7 +279,8 @@ def _source_for(loader: Iterable[Any], place: Share, parts: Parts, split: bool) 
     return sources.SlicedBatches(loader, place)
 
 
-def _already_divided(loader: Iterable[Any], place: Share) -> bool:
+def is_divided(loader: Iterable[Any], place: Share) -> bool:
+    """Whether a loader is each worker's own part already."""
     samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
     return any(isinstance(s, DistributedSampler) and s.num_replicas == place.size > 1 for s in samplers)
 

@@ -12,6 +12,8 @@ from offbeat.runtime.messages.endpoint import Endpoint
 
 Work = Callable[[Any, Any], Any]  # Does the work of a `Start` effect, given the work and its token; returns the result.
 After = Callable[[Event, Sequence[Effect]], None]  # Called with each event and its effects, before those.
+LATER = object()
+"""What `Work` returns when its `Done` comes through the inbox, as from another thread."""
 LONGEST_SLEEP = 0.5  # Seconds after which `until` is asked again even if nothing has happened.
 
 
@@ -126,7 +128,7 @@ class Driver:
                 self._endpoint.send(effect.to, effect.message, effect.payload.handle)
             elif isinstance(effect, Start):
                 result = self._work(effect.work, effect.token)
-                if effect.token is not None:
+                if effect.token is not None and result is not LATER:
                     self._done.append(Done(effect.token, result))
             else:
                 self._timers.set(time.monotonic() + effect.after, effect.token)

@@ -67,6 +67,8 @@ class Result:
     """The program that servers ran on pushes in place of the optimizer, its hash and its cost; see `server`."""
     servers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Each shard: pushes by outcome, staleness of reads, bytes by link."""
+    data_servers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Each data server: batches and examples prepared, seconds spent on them, bytes handed out."""
     hosts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Each host: name, kind, address, rate, workers and server processes (`0.1`: shard 0, copy 1)."""
     died: list[str] = field(default_factory=list[str])  # Workers and servers that died while the run went on.

@@ -17,6 +17,7 @@ from offbeat.settings import option
 
 if TYPE_CHECKING:
     from offbeat.protocols.disturbances import Disturbance
+    from offbeat.runtime.data_servers.plan import DataServerPlan
     from offbeat.runtime.servers.plan import ServerPlan
 
 
@@ -119,6 +120,12 @@ class Goal:
         name="monitor",
         panel=OBSERVED,
     )
+    data_servers: int = option(
+        0,
+        "Processes apart from the workers that read, decode and collate the training examples ahead of need. See "
+        "docs/data.md.",
+        panel=ADVANCED,
+    )
     placement: str = option(
         AUTO,
         "Which workers share a split replica: [bold]auto[/bold] keeps ways, then stages, on one host; "
@@ -141,6 +148,7 @@ class Goal:
             if value is not None:
                 limits.whole(f"--{name.replace('_', '-')}", value, limits.COUNT, least=0 if name == "gauge" else 1)
         limits.whole("--merge", self.merge, limits.MERGED)
+        limits.whole("--data-servers", self.data_servers, limits.DATA_SERVERS, least=0, why="each is a process")
         limits.whole("--replace", self.replace, limits.REPLACEMENTS, least=0)
         if self.seed is not None:
             limits.seed("--seed", self.seed)
@@ -201,6 +209,9 @@ class Assignment:
     fail: Callable[[OffbeatError], None] | None = None
     """Reports a fatal error to the launcher, from any thread; None without a launcher of ours."""
     servers: ServerPlan | None = None  # The run's parameter servers, if its strategy has any.
+    data_servers: DataServerPlan | None = None  # The processes that prepare this run's batches, if there are any.
+    offer: Callable[[Any], Any] | None = None
+    """In a data server, what takes the loaders that a script prepares, instead of a team."""
     open_teams: list[Any] = field(default_factory=list)
     """Teams that the script has opened; any it leaves open are closed for it."""
 

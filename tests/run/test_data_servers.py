@@ -1,0 +1,112 @@
+"""Runs whose batches are prepared by data servers: the same bits as without them, whatever dies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_tasks import Decoded, seen
+
+from offbeat.errors import DataError, OffbeatError, StrategyError, UsageError
+from offbeat.run.drive import Result, fit
+from offbeat.runtime.launch import Launcher
+from offbeat.runtime.run.folder import MODEL_FILE
+
+
+def trained(launcher: Launcher, out: Path, task: dict[str, Any], **settings: Any) -> tuple[Result, bytes, list[Any]]:
+    """A run's result, its model's bytes, and the examples that each worker has seen."""
+    folder = out / "seen"
+    folder.mkdir(parents=True)
+    options: dict[str, Any] = {"workers": 2, "strategy": "allreduce", "seed": 5, "threads": 1, "timeout": 60.0}
+    result = fit(Decoded(folder=str(folder), **task), launcher=launcher, out=out / "runs", **options | settings)
+    return result, (result.run / MODEL_FILE).read_bytes(), seen(folder)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_run_with_data_servers_has_the_same_batches_and_bits(
+    launcher: Launcher, tmp_path: Path, stream: bool
+) -> None:
+    _, model, examples = trained(launcher, tmp_path / "without", {"stream": stream})
+    result, same, batches = trained(launcher, tmp_path / "with", {"stream": stream}, data_servers=2)
+    assert batches == examples
+    assert same == model
+    assert [each["name"] for each in result.data_servers] == ["data server 0", "data server 1"]
+    assert sum(each["examples"] for each in result.data_servers) >= result.samples == 3 * 45
+    assert all(each["bytes_lent"] == each["bytes_sent"] > 0 for each in result.data_servers)
+
+
+def test_a_killed_data_server_is_replaced_and_the_run_ends_with_the_same_bits(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    _, model, examples = trained(launcher, tmp_path / "without", {})
+    fault = "data server 0: kill at step 5"
+    result, same, batches = trained(launcher, tmp_path / "with", {"milliseconds": 2.0}, data_servers=2, disturb=fault)
+    assert (result.died, result.joined) == (["data server 0"], ["data server 0"])
+    assert result.disturbances == {"asked": 1, "fired": 1}
+    assert batches == examples
+    assert same == model
+
+
+def test_a_run_with_data_servers_resumes_to_the_same_bits(launcher: Launcher, tmp_path: Path) -> None:
+    whole, model, _ = trained(launcher, tmp_path / "whole", {})
+    more: dict[str, Any] = {"data_servers": 1, "checkpoint_every": 2, "disturb": "worker 1: kill at step 9"}
+    with pytest.raises(OffbeatError, match="SIGKILL"):
+        trained(launcher, tmp_path / "killed", {}, **more)
+    left = tmp_path / "killed" / "runs" / "latest"
+    folder = str(tmp_path / "killed" / "seen")
+    result = fit(Decoded(folder=folder), launcher=launcher, workers=2, resume=left.resolve())
+    assert (result.run / MODEL_FILE).read_bytes() == model
+    assert result.steps == whole.steps
+
+
+def test_workers_that_die_leave_no_example_to_nobody(launcher: Launcher, tmp_path: Path) -> None:
+    """Workers that do not wait for each other, of which one dies: after the next evaluation the others have it all."""
+    result, _, batches = trained(
+        launcher,
+        tmp_path,
+        {"milliseconds": 1.0},
+        workers=3,
+        strategy="server",
+        data_servers=2,
+        epochs=4,
+        disturb=["worker 2: kill at step 3", "data server 1: kill at step 8"],
+    )
+    assert set(result.died) == {"worker 2", "data server 1"}
+    last_epochs = Counter(number for worker in batches[:2] for batch in worker[-12:] for number in batch)
+    assert last_epochs == Counter(dict.fromkeys(range(45), 2))
+
+
+def test_what_cannot_be_decoded_ends_the_run_with_the_example_and_the_traceback(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError) as raised:
+        trained(launcher, tmp_path, {"broken": 33}, data_servers=2)
+    words = str(raised.value)
+    assert "data server" in words
+    assert "image-33.png is truncated" in words
+    assert "It was example 33 of Images." in words
+    assert "data_tasks.py" in words
+
+
+def test_batches_that_cannot_be_sent_are_refused_with_what_to_do(launcher: Launcher, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"the batch is a builtins.set.*never as pickles"):
+        trained(launcher, tmp_path, {"strange": True}, data_servers=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"data_servers": 65}, UsageError, "--data-servers 65 is more than 64"),
+        ({"data_servers": -1}, UsageError, "--data-servers -1 makes no sense"),
+        ({"data_servers": 1, "strategy": "federated"}, StrategyError, "cannot be used with federated"),
+        ({"disturb": "data server 0: kill at step 1"}, UsageError, "this run has no data servers"),
+        ({"data_servers": 1, "disturb": "data server 1: kill at step 1"}, UsageError, "only data server 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_before_anything_starts(
+    tmp_path: Path, settings: dict[str, Any], error: type[OffbeatError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        fit(Decoded(), out=tmp_path, **{"workers": 2, **settings})
