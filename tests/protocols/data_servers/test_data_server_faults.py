@@ -11,9 +11,9 @@ import pytest
 
 from offbeat.errors import DataError
 from offbeat.protocols.data_servers.messages import Order, Supply, data_server_name
-from offbeat.protocols.data_servers.passes import Pass
+from offbeat.protocols.data_servers.passes import LoaderPass
 from offbeat.protocols.data_servers.reader import AGAIN, PROBES, BatchReader, SpoiledBatchError
-from offbeat.protocols.data_servers.server import DataServer, Prepare, Release
+from offbeat.protocols.data_servers.server import DataServer, PrepareBatch, ReleaseBatch
 from offbeat.protocols.machine import Done, Effect, Event, Payload, Received, Timer
 from offbeat.protocols.partition import mine
 from offbeat.simulate.machines import Fault, Kill, LossyNetwork, Partition, Restart, Simulation, Stop
@@ -31,7 +31,7 @@ class LoopingReader(BatchReader):
         self.epoch, self.batch = 0, 0
         self.seen: list[tuple[int, int, Slice]] = []
         self.gone = False
-        self._pass: Pass[Slice] | None = None
+        self._pass: LoaderPass[Slice] | None = None
 
     def members(self) -> tuple[int, ...]:
         at = (self.epoch, self.batch)
@@ -58,7 +58,7 @@ class LoopingReader(BatchReader):
         effects: list[Effect] = []
         while self.epoch < EPOCHS and not self.gone:
             if self._pass is None:
-                self._pass = Pass(self, 0, 0, self._pieces(), self.members)
+                self._pass = LoaderPass(self, 0, 0, self._pieces(), self.members)
             if self._number not in self.members():
                 self.gone = True
                 return effects
@@ -83,12 +83,12 @@ class Memory:
         self.most = 0
 
     def perform(self, work: Any) -> Any:
-        if isinstance(work, Prepare):
+        if isinstance(work, PrepareBatch):
             made = Payload(work.payload.nbytes, ("prepared", work.payload.handle))
             self.held.append(made)
             self.most = max(self.most, len(self.held))
             return made
-        assert isinstance(work, Release)
+        assert isinstance(work, ReleaseBatch)
         index = next(i for i, payload in enumerate(self.held) if payload is work.payload)
         del self.held[index]
         return None
@@ -202,8 +202,8 @@ def test_what_spoils_a_batch_is_raised_when_the_loop_comes_to_it() -> None:
 def test_a_pass_begun_while_another_goes_on_ends_the_first_with_the_reason() -> None:
     reader = BatchReader("worker 0", 0, ["data server 0"])
     pieces = iter([lambda: (Payload(8), ())] * 3)
-    earlier: Pass[tuple[()]] = Pass(reader, 0, 0, pieces, lambda: 1)
+    earlier: LoaderPass[tuple[()]] = LoaderPass(reader, 0, 0, pieces, lambda: 1)
     earlier.ordered()
-    Pass(reader, 0, 0, pieces, lambda: 1)
+    LoaderPass(reader, 0, 0, pieces, lambda: 1)
     with pytest.raises(DataError, match="iterated again"):
         earlier.ordered()

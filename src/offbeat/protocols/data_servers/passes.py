@@ -15,7 +15,7 @@ Piece = Callable[[], tuple[Payload, Note]]
 """Cuts a worker's slice of a batch, by the division that holds when it is called: an order, and the loop's own note."""
 
 
-class Pass(Generic[Note]):
+class LoaderPass(Generic[Note]):
     """Orders batches a window ahead; what was ordered by a division that no longer holds is ordered again.
 
     So where a worker has died and the others divide its slices, none of them uses a slice of the old division.

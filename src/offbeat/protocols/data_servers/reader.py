@@ -22,7 +22,7 @@ class SpoiledBatchError(Exception):
     """A data server could not prepare a batch."""
 
 
-class Delivery(Struct, frozen=True):
+class DeliveredBatch(Struct, frozen=True):
     """A batch that has come, and from where."""
 
     payload: Payload
@@ -39,7 +39,7 @@ class Line:
     """Ordered and not used, by number: the payload of the order."""
     owners: dict[int, Name] = field(default_factory=dict[int, Name])
     """Ordered and not here: which data server has the order."""
-    here: dict[int, Delivery | Spoiled] = field(default_factory=dict[int, "Delivery | Spoiled"])
+    here: dict[int, DeliveredBatch | Spoiled] = field(default_factory=dict[int, "DeliveredBatch | Spoiled"])
 
 
 class BatchReader:
@@ -108,7 +108,7 @@ class BatchReader:
         del line.orders[line.floor]
         line.floor += 1
         self.used += 1
-        if isinstance(batch, Delivery):
+        if isinstance(batch, DeliveredBatch):
             effects.send(batch.sender, Used(loader, line.turn, line.floor))
         return effects.done
 
@@ -147,7 +147,7 @@ class BatchReader:
             self._decline(effects, sender, message)
             return
         line.owners.pop(number, None)
-        line.here[number] = message if isinstance(message, Spoiled) else Delivery(event.payload, sender)
+        line.here[number] = message if isinstance(message, Spoiled) else DeliveredBatch(event.payload, sender)
 
     def _decline(self, effects: Effects, sender: Name, message: Supply | Spoiled) -> None:
         line = self._lines.get(message.loader)

@@ -14,7 +14,7 @@ from offbeat.protocols.machine import Done, Effect, Effects, Event, Name, Payloa
 Place = tuple[Name, int]  # A worker and its loader.
 
 
-class Prepare(Struct, frozen=True):
+class PrepareBatch(Struct, frozen=True):
     """Work: prepare this batch. The result is its payload, or the reason why it could not be prepared."""
 
     worker: Name
@@ -22,19 +22,19 @@ class Prepare(Struct, frozen=True):
     payload: Payload
 
 
-class Release(Struct, frozen=True):
+class ReleaseBatch(Struct, frozen=True):
     """Work: the memory of this batch is free."""
 
     payload: Payload
 
 
 @dataclass
-class Ledger:
+class OrderBook:
     """What one worker has ordered in its latest pass over a loader."""
 
     turn: int
     floor: int
-    waiting: dict[int, Prepare] = field(default_factory=dict[int, Prepare])
+    waiting: dict[int, PrepareBatch] = field(default_factory=dict[int, PrepareBatch])
     made: dict[int, Payload | str] = field(default_factory=dict[int, "Payload | str"])
 
 
@@ -43,8 +43,8 @@ class DataServer:
 
     def __init__(self, name: Name) -> None:
         self.name = name
-        self._books: dict[Place, Ledger] = {}
-        self._current: Prepare | None = None
+        self._books: dict[Place, OrderBook] = {}
+        self._current: PrepareBatch | None = None
         self.step = 0
         """Batches used by the worker that has used the most."""
         self.made = 0
@@ -81,7 +81,7 @@ class DataServer:
         elif order.number in book.waiting or self._is_current(worker, order):
             effects.send(worker, Busy(order.loader))
         else:
-            book.waiting[order.number] = Prepare(worker, order, payload)
+            book.waiting[order.number] = PrepareBatch(worker, order, payload)
 
     def _free(self, effects: Effects, place: Place, turn: int, floor: int) -> None:
         """A worker needs nothing any more of earlier passes, and nothing below `floor` of this one."""
@@ -89,17 +89,17 @@ class DataServer:
         if book is None or book.turn < turn:
             if book is not None:
                 self._release(effects, book, list(book.made))
-            book = self._books[place] = Ledger(turn, floor)
+            book = self._books[place] = OrderBook(turn, floor)
         if book.turn == turn and floor >= book.floor:
             book.floor = floor
             self._release(effects, book, [number for number in book.made if number < floor])
             book.waiting = {number: order for number, order in book.waiting.items() if number >= floor}
 
-    def _release(self, effects: Effects, book: Ledger, numbers: Sequence[int]) -> None:
+    def _release(self, effects: Effects, book: OrderBook, numbers: Sequence[int]) -> None:
         for number in numbers:
             made = book.made.pop(number)
             if isinstance(made, Payload):
-                effects.start(Release(made))
+                effects.start(ReleaseBatch(made))
 
     def _is_current(self, worker: Name, order: Order) -> bool:
         current = self._current
@@ -127,7 +127,7 @@ class DataServer:
         order, book = current.order, self._books[current.worker, current.order.loader]
         if book.turn != order.turn or order.number < book.floor:
             if isinstance(result, Payload):
-                effects.start(Release(result))
+                effects.start(ReleaseBatch(result))
             return
         book.made[order.number] = result
         self._hand_out(effects, current.worker, order, result)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from offbeat.errors import DataError, WaitError
-from offbeat.protocols.data_servers.passes import Pass, Piece
+from offbeat.protocols.data_servers.passes import LoaderPass, Piece
 from offbeat.protocols.data_servers.reader import BatchReader, SpoiledBatchError
 from offbeat.protocols.servers.messages import worker_name
 from offbeat.runtime.data_servers.batch_format import read
@@ -50,8 +50,8 @@ class DataLink:
     def batches(
         self, line: int, first: int, pieces: Iterator[Piece[Note]], division: Callable[[], object]
     ) -> Iterator[Supplied]:
-        """The batches of one pass, in order; `pieces` and `division` as `Pass` takes them."""
-        run = Pass(self._reader, line, first, pieces, division)
+        """The batches of one pass, in order; `pieces` and `division` as `LoaderPass` takes them."""
+        run = LoaderPass(self._reader, line, first, pieces, division)
         self._driver.perform(run.ordered())
         while True:
             # Ordered again where the division has changed since.

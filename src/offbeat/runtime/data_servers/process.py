@@ -11,10 +11,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from offbeat.protocols import disturbances
-from offbeat.protocols.data_servers.server import DataServer, Prepare, Release
+from offbeat.protocols.data_servers.server import DataServer, PrepareBatch, ReleaseBatch
 from offbeat.protocols.machine import Done
 from offbeat.runtime.data_servers.plan import DataServerPlan
-from offbeat.runtime.data_servers.preparing import Preparer
+from offbeat.runtime.data_servers.preparer import Preparer
 from offbeat.runtime.data_servers.room import BatchRoom
 from offbeat.runtime.disturb import Disturber
 from offbeat.runtime.messages import Endpoint, Inbox, drive
@@ -40,7 +40,7 @@ class DataServerProcess:
         keep_freed_memory()
         self.number, self._send = number, send
         self._machine = DataServer(plan.names[number])
-        self._work: SimpleQueue[Prepare | BaseException] = SimpleQueue()
+        self._work: SimpleQueue[PrepareBatch | BaseException] = SimpleQueue()
         name = self._machine.name
         self._endpoint: Endpoint[Any] = Endpoint(name, plan.codec(), bind=plan.address(name), keys=plan.keys)
         self._inbox = Inbox(self._endpoint)
@@ -59,10 +59,10 @@ class DataServerProcess:
 
     def _do(self, work: Any, token: Any) -> Any:
         del token
-        if isinstance(work, Prepare):
+        if isinstance(work, PrepareBatch):
             self._work.put(work)
             return LATER
-        if isinstance(work, Release):
+        if isinstance(work, ReleaseBatch):
             self._room.free(work.payload.handle)
         return None
 
@@ -71,7 +71,7 @@ class DataServerProcess:
             self._disturber.step(self._machine.step)
 
     def serve(self, loaders: Callable[[int], DataLoader[Any]]) -> None:
-        """Prepare batches until the launcher ends this process."""
+        """PrepareBatch batches until the launcher ends this process."""
         preparer = Preparer(self._machine.name, loaders, self._room.allocate)
         try:
             while True:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from offbeat.errors import DataError
 from offbeat.protocols.data_servers.messages import Order
-from offbeat.protocols.data_servers.server import Prepare
+from offbeat.protocols.data_servers.server import PrepareBatch
 from offbeat.protocols.machine import Name, Payload
 from offbeat.protocols.partition import share
 from offbeat.runtime.data.loader_sources import BaseSeeds
@@ -36,7 +36,7 @@ class Preparer:
         self.examples = 0
         self.seconds = 0.0
 
-    def prepare(self, task: Prepare) -> Payload | str:
+    def prepare(self, task: PrepareBatch) -> Payload | str:
         """The batch of an order, or why there is none."""
         order, wish = task.order, decoded(task.payload)
         try:
