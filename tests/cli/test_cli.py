@@ -37,13 +37,13 @@ RUN_OPTIONS = {
     "--strategy", "-s", "--workers", "-w", "--target", "-t", "--epochs", "--steps", "--seed", "--device",
     "--backend", "--threads", "--hosts",
     "--parts", "--out", "-o", "--resume", "--checkpoint-every", "--timeout", "--port", "--tensorboard", "--disturb",
-    "--replace", "--monitor", "--rate-factor", "--placement",
+    "--replace", "--monitor", "--rate-factor", "--placement", "--data-servers",
     "--format",
 }  # fmt: skip
 COMPARE_OPTIONS = {
     "--strategy", "-s", "--workers", "-w", "--hosts", "--target", "-t", "--seeds", "--seed", "--tune", "--single",
     "--budget", "--epochs", "--steps", "--disturb", "--parts", "--device", "--threads", "--timeout", "--out", "-o",
-    "--resume", "--format", "--report",
+    "--resume", "--format", "--report", "--data-servers",
 }  # fmt: skip
 EXPLAIN_OPTIONS = {
     "--picture",
@@ -105,6 +105,7 @@ RESULT = [
     "refusals",
     "update",
     "servers",
+    "data_servers",
     "hosts",
     "died",
     "joined",

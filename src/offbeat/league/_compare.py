@@ -65,6 +65,7 @@ def compare(
     budget: float | None = None,
     threads: int | None = None,
     parts: str = "iid",
+    data_servers: int = 0,
     device: str = "cpu",
     timeout: float = 600.0,
     out: str | Path = "runs",
@@ -83,6 +84,7 @@ def compare(
     if budget is not None:
         limits.seconds("--budget", budget)
     goal: dict[str, Any] = {"epochs": epochs, "steps": steps, "parts": parts, "device": device, "timeout": timeout}
+    goal["data_servers"] = data_servers
     goal["disturb"] = [disturb] if isinstance(disturb, str) else list(disturb)
     asked = None
     if what is not None:

@@ -96,6 +96,14 @@ def test_a_sentence_is_understood(text: str, role: str, rank: int | None, action
         assert getattr(found.action, "when", None) == getattr(action, "when", None)
 
 
+def test_a_data_server_has_a_name_of_two_words() -> None:
+    parsed = parse("Data  server 1: kill at step 20")
+    assert (parsed.role, parsed.rank, parsed.action) == ("data server", 1, KillFault(AtStep(20)))
+    assert parse("any data server: pause 20ms with probability 0.5").rank is None
+    with pytest.raises(UsageError, match="a data server computes no steps"):
+        parse("data server *: pace 4ms")
+
+
 @pytest.mark.parametrize(
     ("text", "rank", "poison"),
     [

@@ -28,7 +28,18 @@ from offbeat.strategies import combined, parse
 from offbeat.task import IterativeTask, TaskReference
 
 _STYLES = {"Target reached": "bold green", "Target missed": "bold yellow", "Done": "bold"}
-_REPEATED = ("target", "epochs", "steps", "seed", "device", "backend", "parts", "timeout", "rate_factor")
+_REPEATED = (
+    "target",
+    "epochs",
+    "steps",
+    "seed",
+    "device",
+    "backend",
+    "parts",
+    "timeout",
+    "rate_factor",
+    "data_servers",
+)
 """Options that another run must share with this one to be comparable."""
 
 

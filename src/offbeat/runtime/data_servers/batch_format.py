@@ -51,7 +51,7 @@ def read(memory: Memory) -> Any:
     own = torch.empty(memory.nbytes, dtype=torch.uint8)
     own.numpy()[:] = memory
     length = int(memory[:8].view("<u8")[0])
-    tree = msgspec.msgpack.decode(memory[8 : 8 + length])
+    tree = msgspec.msgpack.decode(memory[8 : 8 + length].tobytes())
     first = -(-(8 + length) // _ALIGNED) * _ALIGNED
     return _restored(tree, own[first:])
 
