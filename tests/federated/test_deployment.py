@@ -105,6 +105,23 @@ def test_sick_clients_cost_a_round_nothing_but_themselves(deployment: Any) -> No
 
 
 @pytest.mark.slow
+def test_a_client_that_hangs_in_training_while_it_gives_signs_of_life_costs_the_rounds_only_itself(
+    deployment: Any,
+) -> None:
+    real = deployment("Images")
+    server = real.serve(ALL.format("epochs=1"), rounds=3, patience=2.0)
+    clients = [real.join(part, fault="hangs" if part == 1 else "") for part in range(3)]
+    counts = server.result()["federated"]
+    assert counts["rounds"] == 3
+    assert counts["updates"] == 6
+    assert counts["late"] == 1, "it gets no second task while it is still at its first one"
+    assert counts["dropped"] == 0
+    assert "client 1: round 1: still at work after" in server.output
+    assert clients[0].result()["rounds"] == {"accepted": 3}
+    assert clients[1].process.is_alive()
+
+
+@pytest.mark.slow
 def test_a_killed_client_comes_back_as_the_same_one(deployment: Any) -> None:
     real = deployment("Images")
     server = real.serve(ALL.format("algorithm=scaffold, fewest=3"), rounds=4)
@@ -196,6 +213,7 @@ def test_another_model_or_task_is_refused_at_join_and_the_difference_is_named(de
         ("federated(clients=3)", {"rounds": 0}, "--rounds 0 makes no sense"),
         ("federated(clients=3)", {"first": 4}, "--first 4"),
         ("federated(clients=3)", {"silence": 0.0}, "--silence"),
+        ("federated(clients=3)", {"patience": 0.5}, "--patience 0.5 makes no sense"),
         ("federated(clients=3)", {"address": "tcp://0.0.0.0:7777"}, "without keys"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
@@ -45,7 +46,7 @@ class WorkingClient:
         self.inner = RoundClient(self.name, MembershipRequest(self.name, client), Payload(4, b"task"), PATIENCE)
         self.settled: dict[int, str] = {}
         self._examples, self._seconds = examples, seconds
-        self._abandoned: set[int] = set()
+        self._hangs: set[int] = set()
         self._mute = False
 
     def begin(self, now: float) -> Sequence[Effect]:
@@ -58,8 +59,10 @@ class WorkingClient:
             case Timer(("lost", number)):
                 self._mute = self._mute or self.inner.number == number
                 return []
+            case Timer(("stopped", number)):
+                event = Done(("train", number))
             case Timer(("trained", number)):
-                if self._mute or number in self._abandoned:
+                if self._mute:
                     return []
                 event = Done(("train", number), Trained(UpdateSent(number, 0.5, self._examples), Payload(MODEL_BYTES)))
             case _:
@@ -82,11 +85,14 @@ class WorkingClient:
                 return self._performed(self.inner.on(Done("ready", self._examples), now), now)
             case Train(task):
                 takes, lost = self._seconds(task)
-                self._abandoned.discard(task.number)
+                if math.isinf(takes):
+                    self._hangs.add(task.number)
+                    return []
                 timers: list[Effect] = [SetTimer(takes, ("trained", task.number))]
                 return [*timers, SetTimer(lost, ("lost", task.number))] if lost < takes else timers
             case Abandon(number):
-                self._abandoned.add(number)
+                if number not in self._hangs:
+                    return [SetTimer(0.0, ("stopped", number))]
             case Conclude(settled):
                 self.settled[settled.number] = settled.fate
             case KeepFinal():

@@ -56,7 +56,7 @@ def _child(log: str, result: str, act: str, words: dict[str, Any]) -> None:
 
 
 def break_client(task: Any, fault: str) -> None:
-    """Make this process a faulty client: it raises, computes NaN, is slow, or lies about its update's size."""
+    """Make this process a faulty client: it raises, computes NaN, is slow, never ends, or lies about its size."""
     kind, batches = type(task), [0]
     honest = kind.loss
 
@@ -68,6 +68,8 @@ def break_client(task: Any, fault: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "slow":
             time.sleep(0.1)
+        while fault == "hangs":  # Its signs of life go on.
+            time.sleep(1.0)
         return honest(self, model, batch) * (float("nan") if fault == "nan" else 1.0)
 
     kind.loss = loss

@@ -497,6 +497,9 @@ class FederatedServerOptions(Printed):
     target: float | None = option(None, "Stop at this score. Default: the task's.", "-t")
     seed: int = option(0, "Random seed: initial model, selection of clients, and their order of examples.")
     silence: float = option(30.0, "Seconds without a sign of life after which a client is no longer waited for.")
+    patience: float = option(
+        10.0, "Times as long as the slowest so far that a client may take, if the strategy has no deadline."
+    )
     timeout: float = option(3600.0, "Longest wait for enough clients, in seconds.")
     out: Path = option(Path("runs"), "Directory for run folders.", "-o", metavar="FOLDER")
     resume: Path | None = option(None, "Go on with the rounds of the server in this folder.", command_line_only=True)

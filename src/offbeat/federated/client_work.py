@@ -175,7 +175,7 @@ class ClientWork:
             try:
                 result = self._result(work)
             except AbandonedError:
-                continue
+                result = None
             except BaseException as error:
                 text = "".join(traceback.format_exception(error))
                 result = ClientFailure(number, f"{type(error).__name__}: {error}"[:LONGEST_TEXT], text[-LONGEST_TEXT:])

@@ -22,7 +22,7 @@ from offbeat.errors import CheckpointError, NonFiniteError, StrategyError, TaskE
 from offbeat.federated.description import LARGEST
 from offbeat.federated.server_work import RoundRecord, ServerWork
 from offbeat.protocols.federated.messages import SERVER, ClientFailure, FromClient, FromServer
-from offbeat.protocols.federated.plan import RoundPlan
+from offbeat.protocols.federated.plan import MOST_PATIENT, RoundPlan
 from offbeat.protocols.federated.round_keeper import HOPELESS
 from offbeat.protocols.federated.round_server import RoundServer
 from offbeat.protocols.machine import Name
@@ -57,6 +57,8 @@ class Federation:
     """Whether the server scores the model, on the task's own validation data; else clients do, on theirs."""
     silence: float = 30.0
     """Seconds without a sign of life after which a client is no longer waited for."""
+    patience: float = 10.0
+    """Times as long as the slowest client so far took that a round without a deadline waits for one that is at work."""
     timeout: float = 3600.0
     """Seconds to wait for clients before a round can begin."""
     target: str | None = None
@@ -74,6 +76,11 @@ class Federation:
         limits.seed("--seed", self.seed)
         limits.seconds("--silence", self.silence)
         limits.seconds("--timeout", self.timeout)
+        if not 1 <= self.patience <= MOST_PATIENT:
+            raise UsageError(
+                f"--patience {self.patience!r} makes no sense: a client may take this many times as long as the "
+                f"slowest of the others, 1 to {MOST_PATIENT:,} times."
+            )
         clients = rules_of(self.parsed).clients
         if self.first is not None:
             limits.whole("--first", self.first, clients, why="the number of clients")
@@ -104,9 +111,10 @@ class Federation:
 
     @property
     def plan(self) -> RoundPlan:
-        """The rounds; a tenth of the silence passes between two signs of life."""
+        """The rounds; a sixth of the silence passes between two signs of life, 5 s at most."""
         plan = rules_of(self.parsed).plan()
-        return structs.replace(plan, silence=self.silence, beat=min(plan.beat, self.silence / 6))
+        beat = min(plan.beat, self.silence / 6)
+        return structs.replace(plan, silence=self.silence, beat=beat, patience=self.patience)
 
 
 class FederationWatcher(Protocol):
@@ -141,6 +149,7 @@ def serve(
     seed: int = 0,
     target: float | None = None,
     silence: float = 30.0,
+    patience: float = 10.0,
     timeout: float = 3600.0,
     out: str | Path = "runs",
     watcher: FederationWatcher | None = None,
@@ -162,6 +171,7 @@ def serve(
         seed=seed,
         target=target,
         silence=silence,
+        patience=patience,
         timeout=timeout,
     )
     return run_server(reference, federation, Path(out), watcher)

@@ -99,6 +99,7 @@ def _start(options: FederatedServerOptions, progress: ServerProgress) -> server.
         seed=options.seed,
         target=options.target,
         silence=options.silence,
+        patience=options.patience,
         timeout=options.timeout,
     )
     return server.run_server(_task(options.what, options.arguments), federation, options.out, progress)

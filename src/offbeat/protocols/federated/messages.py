@@ -20,7 +20,8 @@ SERVER: Name = "federation"
 LIGHT = 1024**2  # Payloads up to this many bytes take no time worth mentioning.
 SLOWEST = 1e6  # Bytes per second of the slowest link that is waited for.
 
-Activity = Literal["preparing", "idle", "working", "sent"]
+Activity = Literal["preparing", "idle", "working", "sent", "stopping"]
+"""`stopping`: it was told that its update is not wanted any more, and its training has not ended yet."""
 Fate = Literal["accepted", "late", "refused", "failed"]
 """What became of a client's turn: its update counts, came too late, cannot be used, or the client reported an error."""
 
@@ -210,7 +211,7 @@ class EncodeUpdate(Struct, frozen=True):
 
 
 class Abandon(Struct, frozen=True):
-    """Work of a client: stop training for this round, whose update nobody wants any more."""
+    """Work of a client: stop training for this round, whose update nobody wants any more. `Done` when it has."""
 
     number: int
 

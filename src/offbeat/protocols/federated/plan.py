@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from msgspec import Struct
 
 from offbeat.errors import UsageError
 from offbeat.limits import SIMULATED_WORKERS, above_zero, seconds, whole
+
+MOST_PATIENT: Final = 1_000
+"""Times as long as others that a client may take at most."""
 
 
 class ClientSpeeds(Struct, frozen=True):
@@ -46,6 +50,9 @@ class RoundPlan(Struct, frozen=True, kw_only=True):
     )
     beat: float = 5.0  # Seconds between two signs of life of a client.
     silence: float = 30.0  # Seconds without one after which a round no longer waits for a client.
+    patience: float | None = (
+        None  # Without a deadline, a client may take this many times as long as others did; None: for ever.
+    )
 
     def __post_init__(self) -> None:
         """Refuse what is out of range, or makes no sense together."""
@@ -59,6 +66,11 @@ class RoundPlan(Struct, frozen=True, kw_only=True):
             )
         if self.deadline is not None:
             seconds("deadline", self.deadline)
+        if self.patience is not None and not 1 <= self.patience <= MOST_PATIENT:
+            raise UsageError(
+                f"patience={self.patience!r} makes no sense: a client may take this many times as long as the slowest "
+                f"of the others, 1 to {MOST_PATIENT:,} times."
+            )
         seconds("beat", self.beat)
         seconds("silence", self.silence)
         if self.silence < 2 * self.beat:

@@ -51,6 +51,8 @@ class Roster:
         self._members, self._clients, self._enrolled = members, clients, enrolled
         self._names = {member.client: name for name, member in members.items()}
         self._heard: dict[int, float] = {}
+        self.stuck: set[int] = set()
+        """Clients that go on with a task that is over: they get no new one until they have ended it."""
         self.patience, self._signing = patience, signing
 
     def why_not(self, name: Name, join: MembershipRequest) -> str:
@@ -81,6 +83,7 @@ class Roster:
             client, join.label, None if before is None else before.examples, identity=join.identity
         )
         self._names[client] = name
+        self.stuck.discard(client)
         self.hear(client, now)
         return client
 
@@ -109,10 +112,10 @@ class Roster:
         ]
 
     def sizes(self, now: float) -> NDArray[np.int64]:
-        """The examples of each client; 0 for those who are not there."""
+        """The examples of each client; 0 for those who are not there, or still at work for an earlier round."""
         sizes = np.zeros(self._clients, np.int64)
         for member in self.present(now):
-            sizes[member.client] = member.examples or 0
+            sizes[member.client] = 0 if member.client in self.stuck else member.examples or 0
         return sizes
 
     def name_of(self, client: int) -> Name:

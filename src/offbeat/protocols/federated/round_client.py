@@ -88,6 +88,7 @@ class RoundClient:
         self._beat = FIRST_BEAT
         self._heard = 0.0
         self._held: Trained | None = None  # Sent and not settled.
+        self._stopping: set[int] = set()  # Rounds for which it was told to stop, and has not.
         self._last_words: ClientFailure | Goodbye | ClientLeave | None = None
         self._farewells = 0
         self._identity = secure
@@ -128,6 +129,9 @@ class RoundClient:
                     self._on_sum(effects, Done(GIVE_UP if isinstance(result, str) else UPDATE, result), now)
             case Done(("secure masked", *_), _) | Timer(("secure silence", *_)):
                 self._on_sum(effects, event, now)
+            case Done(("train", number), _) if number in self._stopping:
+                self._stopping.discard(number)
+                self._show(effects)
             case Done(("train", number), result) if number == self.number and self.activity == "working":
                 self._trained(effects, result)
             case Done("final", Goodbye() as goodbye) if self.phase == "here":
@@ -161,13 +165,22 @@ class RoundClient:
         elif self.phase == "joining":
             effects.send(SERVER, self._join, self._description)
         elif self.phase == "here":
-            effects.send(SERVER, Beat(self.number, self.activity, self.examples))
+            self._beats(effects)
         effects.timer(self._beat, "beat")
+
+    def _beats(self, effects: Effects) -> None:
+        activity = "stopping" if self._stopping else self.activity
+        effects.send(SERVER, Beat(self.number, activity, self.examples))
 
     def _show(self, effects: Effects) -> None:
         """Give a sign of life now."""
-        effects.send(SERVER, Beat(self.number, self.activity, self.examples))
+        self._beats(effects)
         effects.timer(self._beat, "beat")
+
+    def _abandon(self, effects: Effects) -> None:
+        """Stop training: nobody wants the update."""
+        self._stopping.add(self.number)
+        effects.start(Abandon(self.number))
 
     def _received(self, effects: Effects, message: Struct, payload: Payload) -> None:
         match message:
@@ -231,7 +244,7 @@ class RoundClient:
             effects.send(SERVER, self._held.update, self._held.payload)
             return
         if self.activity == "working":
-            effects.start(Abandon(self.number))
+            self._abandon(effects)
         elif self.activity == "sent":
             effects.start(Conclude(Settled(self.number, "accepted" if task.accepted == self.number else "late")))
         self.number, self.activity, self._held, self._sum = task.number, "working", None, None
@@ -247,7 +260,7 @@ class RoundClient:
 
     def _settled(self, effects: Effects, settled: Settled) -> None:
         if self.activity == "working":
-            effects.start(Abandon(self.number))
+            self._abandon(effects)
         effects.start(Conclude(settled))
         self.activity, self._held, self._sum = "idle", None, None
 

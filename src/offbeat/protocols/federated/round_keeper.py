@@ -21,12 +21,14 @@ from offbeat.protocols.federated.messages import (
     Settled,
     UpdateSent,
 )
+from offbeat.protocols.federated.patience import REMEMBERED, Patience
 from offbeat.protocols.federated.plan import RoundPlan, round_failure
 from offbeat.protocols.federated.roster import JoinedClient, Roster
 from offbeat.protocols.federated.sampling import cohort
 from offbeat.protocols.federated.secure_sums import SecureProgress
 from offbeat.protocols.machine import Effects, Event, Name, Payload
 
+TIMER_ROUNDING: Final = 1e-3  # Seconds by which timers are early.
 HOPELESS: Final = 10
 """Rounds in a row without an update after which the server gives up."""
 COUNTS: Final = ("updates", "late", "dropped", "refused", "failed_rounds", "duplicates", "stale", "rejected_joins")
@@ -40,6 +42,7 @@ class RoundStatus(Struct):
     came: list[int] = []  # Clients whose update counts, in the order in which they came.
     dropped: list[int] = []
     refused: list[int] = []
+    took: list[float] = []  # Seconds from the round's start to each update, without those of killed servers.
     scores: list[tuple[float, int]] = []  # Of the model that they got, each on so many examples.
     secure: SecureProgress | None = None  # The secure sum of their updates, once it has begun.
     failure: str = ""  # Why there is no secure sum.
@@ -68,6 +71,7 @@ class FederationState(Struct):
     finished: list[int] = []  # Clients that have the final model.
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     fruitless: int = 0  # Rounds in a row without an update.
+    slowest: list[float] = []  # Seconds that the slowest client took, in each of the last rounds.
 
     @property
     def outstanding(self) -> list[int]:
@@ -112,10 +116,12 @@ class RoundKeeper:
         self._ended = 0.0
         self._arrived: dict[int, float] = {}
         self._lost: dict[int, float] = {}
+        self._whole = False  # Whether this process has seen the whole round.
 
     def resume(self, effects: Effects, now: float) -> None:
         """Go on where the state says."""
-        state, self._started, self._ended = self._state, now, now
+        state, self._ended = self._state, now
+        self._started = now - max(state.round.took, default=0.0)
         if state.phase == "gathering":
             self._wait(effects, now)
         elif state.phase == "summing":
@@ -134,9 +140,11 @@ class RoundKeeper:
             return
         here = self._roster.present(now)
         need = self._terms.first if state.number == 0 else self._plan.fewest
-        able = sum(bool(member.examples) for member in here)
+        stuck = sum(member.client in self._roster.stuck for member in here)
+        able = sum(bool(member.examples) and member.client not in self._roster.stuck for member in here)
         if len(here) < need or able < self._plan.fewest:
             self.missing = f"{len(here):,} of {need:,} clients are there, {able:,} with examples"
+            self.missing += f", {stuck:,} still at work for an earlier round" * bool(stuck)
             effects.timer(self._plan.beat, "look")
             return
         self.missing = ""
@@ -144,7 +152,7 @@ class RoundKeeper:
         state.phase = "gathering"
         chosen: list[int] = cohort(self._plan, self._roster.sizes(now), self._terms.selection, state.number).tolist()
         state.round = RoundStatus(chosen)
-        self._started = now
+        self._started, self._whole = now, True
         self._arrived, self._lost = {}, {}
         for client in chosen:
             self._roster.hear(client, now)
@@ -159,6 +167,38 @@ class RoundKeeper:
         if self._plan.deadline is not None:
             effects.timer(self._plan.deadline, "deadline")
         self._check(effects, now)
+
+    @property
+    def _limit(self) -> float:
+        """Seconds after which this round closes; infinite: it waits for everybody that is there."""
+        plan, state = self._plan, self._state
+        if plan.patience is None or (plan.deadline is not None and state.phase == "gathering"):
+            return math.inf
+        took = state.round.took if state.phase == "gathering" else []
+        patience = Patience(plan.patience, self._roster.patience)
+        return patience.wait(state.slowest, took, len(state.round.cohort), state.fruitless)
+
+    def lose_patience(self, effects: Effects, now: float) -> None:
+        """Close the round, or end, if those who are still at work have taken too long."""
+        state = self._state
+        if now - self._started < self._limit - TIMER_ROUNDING:
+            return
+        if state.phase == "gathering":
+            self._leave_behind(state.outstanding, now)
+            self.close(effects, now)
+        elif state.phase == "finishing":
+            self._leave_behind(self._without_final(now), now)
+            self.finish(effects, now)
+
+    def _leave_behind(self, clients: list[int], now: float) -> None:
+        """These give signs of life, and are not waited for any more."""
+        for client in clients:
+            self._roster.stuck.add(client)
+            words = (
+                f"still at work after {now - self._started:.3g} s, {self._plan.patience or 0:g} times as long as the "
+                f"slowest client so far took: not waited for any more (a deadline or --patience changes that)"
+            )
+            self.troubles.append((self._roster.name_of(client), ClientFailure(self._state.number, words, "")))
 
     def ask(self, effects: Effects, now: float, client: int) -> None:
         """Send a client its task, or the final model, unless it was sent just now."""
@@ -207,11 +247,16 @@ class RoundKeeper:
             self.refuse(effects, now, client, why)
             return
         self._state.round.came.append(client)
-        self._arrived[client] = now
+        self._arrives(client, now)
         self._state.accepted[client] = number
         self._state.counts["updates"] += 1
         self._settle(effects, client, "accepted")
         self._check(effects, now)
+
+    def _arrives(self, client: int, now: float) -> None:
+        """Remember how long a client took."""
+        self._arrived[client] = now
+        self._state.round.took.append(now - self._started)
 
     def refuse(self, effects: Effects, now: float, client: int, why: str) -> None:
         """An update cannot be used: nothing more is expected of the client in this round."""
@@ -236,12 +281,16 @@ class RoundKeeper:
         goal = len(status.cohort) if self._plan.poisson else min(self._plan.needed, len(status.cohort))
         if state.phase == "gathering" and (len(status.came) >= goal or not status.outstanding):
             self.close(effects, now)
+        elif state.phase == "gathering" and self._limit < math.inf:
+            effects.timer(max(0.0, self._started + self._limit - now), "patience")
 
     def close(self, effects: Effects, now: float) -> None:
         """The round is over."""
         state, late = self._state, self._state.outstanding
         self._ended = now  # What follows takes none of the clients' time but that of a secure sum.
         state.phase = "closing"
+        if self._whole and state.round.took:
+            state.slowest = [*state.slowest, max(state.round.took)][-REMEMBERED:]
         state.counts["late"] += len(late)
         for client in late:
             self._settle(effects, client, "late")
@@ -283,6 +332,7 @@ class RoundKeeper:
         if result.last or state.number >= self._terms.rounds or state.fruitless >= HOPELESS:
             state.phase = "finishing"
             state.round.scores = []
+            self._started = now
             self._asked.clear()
             self.finish(effects, now)
         else:
@@ -290,13 +340,20 @@ class RoundKeeper:
 
     def finish(self, effects: Effects, now: float) -> None:
         """Hand the final model to all that are there, and end when they have it."""
-        missing = [member.client for member in self._roster.present(now) if member.client not in self._state.finished]
+        missing = self._without_final(now)
         if not missing:
             self._state.phase = "finished"
+        elif self._limit < math.inf:
+            effects.timer(max(0.0, self._started + self._limit - now), "patience")
         for client in missing:
             if client not in self._asked:
                 effects.timer(self._roster.patience, ("silent", client))
                 self.ask(effects, now, client)
+
+    def _without_final(self, now: float) -> list[int]:
+        """Clients that are there, and have not confirmed the final model."""
+        over = {*self._state.finished, *self._roster.stuck}
+        return [member.client for member in self._roster.present(now) if member.client not in over]
 
     def _settle(self, effects: Effects, client: int, fate: Fate, why: str = "") -> None:
         effects.send(self._roster.name_of(client), Settled(self._state.number, fate, why))

@@ -125,6 +125,8 @@ class RoundServer:
                 self._received(effects, now, sender, message, payload)
             case Timer("deadline") if self.state.phase == "gathering":
                 self._rounds.close(effects, now)
+            case Timer("patience"):
+                self._rounds.lose_patience(effects, now)
             case Timer(("silent", client)):
                 self._silent(effects, now, client)
             case Timer("look"):
@@ -207,6 +209,10 @@ class RoundServer:
         effects.send(sender, Noted())
         if beat.activity == "preparing":
             return
+        if beat.activity == "stopping":
+            self.roster.stuck.add(client)
+        else:
+            self.roster.stuck.discard(client)
         if beat.examples >= 0 and client not in state.round.cohort:
             member.examples = beat.examples
         if client in state.outstanding:
@@ -216,7 +222,7 @@ class RoundServer:
                 self._rounds.ask(effects, now, client)
         elif state.awaits_sum(client):
             self._waits(effects, now, client, beat)
-        elif beat.activity != "idle":
+        elif beat.activity not in ("idle", "stopping"):
             accepted = state.accepted.get(client) == beat.number
             effects.send(sender, Settled(beat.number, "accepted" if accepted else "late"))
         elif state.phase == "finishing" and client not in state.finished:

@@ -30,7 +30,7 @@ class SummingKeeper(RoundKeeper):
             self._state.round.came.append(client)
             if client not in self._arrived:  # Else it was started again, and has said the same.
                 self._state.round.score(update)
-            self._arrived[client] = now
+            self._arrives(client, now)
             self._check(effects, now)
 
     def _over(self, effects: Effects, now: float) -> None:
