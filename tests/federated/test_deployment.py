@@ -15,7 +15,7 @@ from conftest import wait_until
 from offbeat.errors import DataError, OffbeatError, RunError, StrategyError, TaskError, UsageError
 from offbeat.federated import join, serve
 from offbeat.federated.server import resume
-from offbeat.protocols.federated.round_keeper import FederationState
+from offbeat.protocols.federated.federation_state import FederationState
 from offbeat.run.drive import fit
 from offbeat.run.round_advice import RoundsExplained, explained_rounds
 from offbeat.runtime.federated.round_log import read_rounds

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from offbeat.protocols.federated.federation_state import FederationState
 from offbeat.protocols.federated.messages import (
     SERVER,
     Abandon,
@@ -29,7 +30,6 @@ from offbeat.protocols.federated.messages import (
 )
 from offbeat.protocols.federated.plan import RoundPlan
 from offbeat.protocols.federated.round_client import RoundClient
-from offbeat.protocols.federated.round_keeper import FederationState
 from offbeat.protocols.federated.round_server import RoundServer
 from offbeat.protocols.federated.secure_sums import SecureTerms
 from offbeat.protocols.machine import Done, Effect, Event, Payload, Received, Send, SetTimer, Start, Timer

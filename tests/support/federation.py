@@ -25,7 +25,7 @@ from offbeat.cli.commands.federation import ServerProgress
 from offbeat.federated import client, client_work, join, serve
 from offbeat.federated.server import resume
 from offbeat.federated.store import FOLDER, ServerStore
-from offbeat.protocols.federated.round_keeper import FederationState
+from offbeat.protocols.federated.federation_state import FederationState
 from offbeat.protocols.machine import Payload
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.task import TaskReference

@@ -21,9 +21,9 @@ from offbeat import limits
 from offbeat.errors import CheckpointError, NonFiniteError, StrategyError, TaskError, UsageError, WaitError
 from offbeat.federated.description import LARGEST
 from offbeat.federated.server_work import RoundRecord, ServerWork
+from offbeat.protocols.federated.federation_state import HOPELESS
 from offbeat.protocols.federated.messages import SERVER, ClientFailure, FromClient, FromServer
 from offbeat.protocols.federated.plan import MOST_PATIENT, RoundPlan
-from offbeat.protocols.federated.round_keeper import HOPELESS
 from offbeat.protocols.federated.round_server import RoundServer
 from offbeat.protocols.machine import Name
 from offbeat.run.job import Script, earlier, plain_target, short_name, target_from_plain, target_of

@@ -18,8 +18,8 @@ from offbeat.errors import RunError
 from offbeat.federated.description import describe, difference
 from offbeat.federated.store import ServerStore
 from offbeat.federated.vectors import UpdateFormat, packed
+from offbeat.protocols.federated.federation_state import FederationState
 from offbeat.protocols.federated.messages import AddUpdate, CloseRound, DeployedRound, Examine, RoundClosed
-from offbeat.protocols.federated.round_keeper import FederationState
 from offbeat.protocols.federated.secure.plan import SecureEncoding
 from offbeat.protocols.federated.secure.recovery import Unmasking
 from offbeat.protocols.federated.secure_sums import SecureTerms

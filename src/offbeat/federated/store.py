@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from offbeat.errors import CheckpointError, OutputError
-from offbeat.protocols.federated.round_keeper import FederationState
+from offbeat.protocols.federated.federation_state import FederationState
 from offbeat.runtime.run.untrusted_files import parse_json
 from offbeat.runtime.state.checkpoint import metadata_of, write_state
 from offbeat.runtime.state.tensor_tree import put_together

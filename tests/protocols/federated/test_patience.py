@@ -78,7 +78,7 @@ def test_the_wait_is_bounded_by_a_day_and_doubles_with_every_round_without_an_up
 
 @pytest.mark.parametrize("patience", [0.0, 0.5, -1.0, math.nan, 1001.0])
 def test_a_patience_that_makes_no_sense_is_refused(patience: float) -> None:
-    with pytest.raises(UsageError, match="patience=.* makes no sense"):
+    with pytest.raises(UsageError, match="makes no sense: a client may take"):
         RoundPlan(clients=3, patience=patience)
 
 

@@ -15,6 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from offbeat.errors import UsageError
+from offbeat.protocols.federated.federation_state import HOPELESS
 from offbeat.protocols.federated.messages import (
     SERVER,
     AddUpdate,
@@ -33,7 +34,6 @@ from offbeat.protocols.federated.messages import (
     Welcome,
 )
 from offbeat.protocols.federated.plan import ClientSpeeds, RoundPlan
-from offbeat.protocols.federated.round_keeper import HOPELESS
 from offbeat.protocols.federated.round_server import RoundServer
 from offbeat.protocols.machine import Done, Effect, Payload, Received, Send, Start, Timer
 from offbeat.simulate.federated import RoundOutcome, VirtualRounds

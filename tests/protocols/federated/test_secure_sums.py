@@ -15,6 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from offbeat.errors import UsageError
+from offbeat.protocols.federated.federation_state import HOPELESS
 from offbeat.protocols.federated.messages import (
     SERVER,
     CloseRound,
@@ -28,7 +29,6 @@ from offbeat.protocols.federated.messages import (
 from offbeat.protocols.federated.plan import RoundPlan
 from offbeat.protocols.federated.roster import Roster
 from offbeat.protocols.federated.round_client import RoundClient, SecureIdentity
-from offbeat.protocols.federated.round_keeper import HOPELESS
 from offbeat.protocols.federated.secure.client import MaskWork
 from offbeat.protocols.federated.secure.fixed_point import FixedPoint
 from offbeat.protocols.federated.secure.primitives import identity_public
@@ -59,8 +59,6 @@ class MaskingClient(WorkingClient):
     def on(self, event: Event, now: float) -> Sequence[Effect]:
         match event:
             case Timer(("trained", number)):
-                if number in self._abandoned:
-                    return []
                 result = Trained(UpdateSent(number, 0.0, 0), Payload(0))
                 return self._performed(self.inner.on(Done(("train", number), result), now), now)
             case _:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from offbeat.errors import UsageError
+from offbeat.protocols.federated.federation_state import FederationState, RoundTerms
+from offbeat.protocols.federated.keeper import FederationKeeper
 from offbeat.protocols.federated.messages import (
     Again,
     Beat,
@@ -31,7 +33,7 @@ from offbeat.protocols.federated.messages import (
 )
 from offbeat.protocols.federated.plan import RoundPlan
 from offbeat.protocols.federated.roster import JoinedClient, Roster
-from offbeat.protocols.federated.round_keeper import FederationState, RoundKeeper, RoundTerms
+from offbeat.protocols.federated.round_keeper import RoundKeeper
 from offbeat.protocols.federated.secure.messages import SecureAnswer
 from offbeat.protocols.federated.secure_sums import SecureTerms, SumKeeper
 from offbeat.protocols.federated.summing_keeper import SummingKeeper
@@ -93,7 +95,7 @@ class RoundServer:
             score_every=score_every,
         )
         parts = terms, self.state, self.roster, model
-        self._rounds = (
+        self._rounds: FederationKeeper = (
             RoundKeeper(*parts)
             if secure is None
             else SummingKeeper(*parts, sums=SumKeeper(secure, self.roster, name, plan.beat))

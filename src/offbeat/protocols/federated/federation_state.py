@@ -1,0 +1,101 @@
+"""Everything about a federated deployment that must outlive the server's process, and what is fixed beforehand."""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal
+
+from msgspec import Struct, field
+
+from offbeat.protocols.federated.messages import DeployedRound, Goodbye, UpdateSent
+from offbeat.protocols.federated.plan import RoundPlan, round_failure
+from offbeat.protocols.federated.roster import JoinedClient
+from offbeat.protocols.federated.secure_sums import SecureProgress
+from offbeat.protocols.machine import Name
+
+HOPELESS: Final = 10
+"""Rounds in a row without an update after which the server gives up."""
+COUNTS: Final = ("updates", "late", "dropped", "refused", "failed_rounds", "duplicates", "stale", "rejected_joins")
+"""What is counted over the rounds of a deployment."""
+
+
+class RoundStatus(Struct):
+    """Who takes part in a round, and whose update has come."""
+
+    cohort: list[int] = []
+    came: list[int] = []  # Clients whose update counts, in the order in which they came.
+    dropped: list[int] = []
+    refused: list[int] = []
+    took: list[float] = []  # Seconds from the round's start to each update, without those of killed servers.
+    scores: list[tuple[float, int]] = []  # Of the model that they got, each on so many examples.
+    secure: SecureProgress | None = None  # The secure sum of their updates, once it has begun.
+    failure: str = ""  # Why there is no secure sum.
+
+    def score(self, message: UpdateSent | Goodbye) -> None:
+        """Take in a client's score."""
+        if message.score is not None and math.isfinite(message.score) and message.scored > 0:
+            self.scores.append((message.score, message.scored))
+
+    @property
+    def outstanding(self) -> list[int]:
+        """Clients of which nothing has come."""
+        over = {*self.came, *self.dropped, *self.refused}
+        return [client for client in self.cohort if client not in over]
+
+
+class FederationState(Struct):
+    """Everything that must outlive the server's process."""
+
+    phase: Literal["waiting", "gathering", "summing", "closing", "finishing", "finished"] = "waiting"
+    number: int = 0  # The round under way, or the last one.
+    version: int = 0  # Of the model.
+    members: dict[Name, JoinedClient] = {}
+    round: RoundStatus = field(default_factory=RoundStatus)
+    accepted: dict[int, int] = {}  # The last round in which each client's update was accepted.
+    finished: list[int] = []  # Clients that have the final model.
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    fruitless: int = 0  # Rounds in a row without an update.
+    slowest: list[float] = []  # Seconds that the slowest client took, in each of the last rounds.
+
+    @property
+    def outstanding(self) -> list[int]:
+        """Clients whose update is waited for."""
+        return self.round.outstanding if self.phase == "gathering" else []
+
+    def awaits_sum(self, client: int) -> bool:
+        """Whether a client has an update that is to be summed securely."""
+        return (
+            self.phase in ("gathering", "summing")
+            and client in self.round.came
+            and self.accepted.get(client) != self.number
+        )
+
+
+class RoundTerms(Struct, frozen=True):
+    """What is fixed about the rounds of a deployment before the first one."""
+
+    plan: RoundPlan
+    rounds: int  # After how many it ends.
+    selection: int  # Seed of the selection of clients.
+    update_bytes: int
+    first: int  # Clients that must be there before the first round.
+    score_every: int | None  # Rounds between two scores by clients; None: they do not score.
+
+
+def outcome_of(state: FederationState, plan: RoundPlan, started: float, ended: float) -> DeployedRound:
+    """What came of a round that is over."""
+    status = state.round
+    failed = status.failure or round_failure(plan, len(status.cohort), len(status.came))
+    return DeployedRound(
+        number=state.number,
+        version=state.version,
+        cohort=tuple(status.cohort),
+        participants=() if failed else tuple(status.came),
+        late=tuple(status.outstanding),
+        dropped=tuple(status.dropped),
+        refused=tuple(status.refused),
+        started=started,
+        ended=ended,
+        failed=failed,
+        scores=tuple(status.scores),
+    )
