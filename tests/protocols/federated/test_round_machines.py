@@ -322,7 +322,7 @@ def test_a_deadline_closes_the_round_and_discards_what_comes_later() -> None:
     table = Table(plan(deadline=3.0)).filled()
     table.hear(0, update(), 8)
     table.now = 3.0
-    table.timer("deadline")
+    table.timer("overdue")
     assert table.server.state.number == 2
     assert table.server.state.counts["late"] == 2
     assert Settled(1, "late") in table.hear(1, update(), 8)
@@ -334,7 +334,7 @@ def test_too_few_updates_leave_the_model_as_it_is() -> None:
     closed: list[Any] = []
     original = table.server.on
     table.server.on = lambda event, now: closed.append(event) or original(event, now)  # type: ignore[method-assign]
-    effects = original(Timer("deadline"), 3.0)
+    effects = original(Timer("overdue"), 3.0)
     (work,) = [effect.work for effect in effects if isinstance(effect, Start)]
     assert work.outcome.participants == ()
     assert "a round needs 2" in work.outcome.failed

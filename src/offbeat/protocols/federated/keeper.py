@@ -45,10 +45,8 @@ class FederationKeeper(ABC):
         """Go on where the state says."""
         state, self._ended = self._state, now
         self._started = now - max(state.round.took, default=0.0)
-        if state.phase == "gathering":
+        if state.phase in ("gathering", "summing"):
             self._wait(effects, now)
-        elif state.phase == "summing":
-            self._sum(effects, now)
         elif state.phase == "closing":
             self._conclude(effects)
         elif state.phase == "finishing":
@@ -60,7 +58,9 @@ class FederationKeeper(ABC):
     def _limit(self) -> float:
         """Seconds after which this round closes; infinite: it waits for everybody that is there."""
         plan, state = self._plan, self._state
-        if plan.patience is None or (plan.deadline is not None and state.phase == "gathering"):
+        if plan.deadline is not None and state.phase == "gathering":
+            return plan.deadline
+        if plan.patience is None:
             return math.inf
         took = state.round.took if state.phase == "gathering" else []
         patience = Patience(plan.patience, self._roster.patience)
@@ -123,7 +123,7 @@ class FederationKeeper(ABC):
         if not missing:
             self._state.phase = "finished"
         elif self._limit < math.inf:
-            effects.timer(max(0.0, self._started + self._limit - now), "patience")
+            effects.timer(max(0.0, self._started + self._limit - now), "overdue")
         for client in missing:
             if client not in self._asked:
                 effects.timer(self._roster.patience, ("silent", client))
@@ -142,9 +142,6 @@ class FederationKeeper(ABC):
 
     def lose(self, effects: Effects, now: float, client: int) -> None:  # noqa: B027
         """A client whose update is to be summed securely is gone, or has forgotten it."""
-
-    def _sum(self, effects: Effects, now: float) -> None:  # noqa: B027
-        """Begin a secure sum, or go on with it."""
 
     @abstractmethod
     def next(self, effects: Effects, now: float) -> None:
@@ -165,10 +162,6 @@ class FederationKeeper(ABC):
     @abstractmethod
     def drop(self, effects: Effects, now: float, client: int) -> None:
         """A client is gone: nothing more is expected of it."""
-
-    @abstractmethod
-    def close(self, effects: Effects, now: float) -> None:
-        """The deadline has passed."""
 
     @abstractmethod
     def _wait(self, effects: Effects, now: float) -> None:

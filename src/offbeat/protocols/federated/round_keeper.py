@@ -48,13 +48,12 @@ class RoundKeeper(FederationKeeper):
         """Set the timers of a round."""
         for client in self._state.outstanding:
             effects.timer(self._roster.patience, ("silent", client))
-        if self._plan.deadline is not None:
-            effects.timer(self._plan.deadline, "deadline")
         self._check(effects, now)
 
     def _overdue(self, effects: Effects, now: float) -> None:
         """Close the round without those who are still at work."""
-        self._leave_behind(self._state.outstanding, now)
+        if self._plan.deadline is None:
+            self._leave_behind(self._state.outstanding, now)
         self.close(effects, now)
 
     def update(self, effects: Effects, now: float, client: int, update: UpdateSent, payload: Payload) -> None:
@@ -126,7 +125,7 @@ class RoundKeeper(FederationKeeper):
         if state.phase == "gathering" and (len(status.came) >= goal or not status.outstanding):
             self.close(effects, now)
         elif state.phase == "gathering" and self._limit < math.inf:
-            effects.timer(max(0.0, self._started + self._limit - now), "patience")
+            effects.timer(max(0.0, self._started + self._limit - now), "overdue")
 
     def close(self, effects: Effects, now: float) -> None:
         """The round is over."""

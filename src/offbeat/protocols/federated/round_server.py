@@ -125,9 +125,7 @@ class RoundServer:
         match event:
             case Received(sender, message, payload):
                 self._received(effects, now, sender, message, payload)
-            case Timer("deadline") if self.state.phase == "gathering":
-                self._rounds.close(effects, now)
-            case Timer("patience"):
+            case Timer("overdue"):
                 self._rounds.lose_patience(effects, now)
             case Timer(("silent", client)):
                 self._silent(effects, now, client)

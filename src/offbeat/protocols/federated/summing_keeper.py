@@ -46,6 +46,13 @@ class SummingKeeper(RoundKeeper):
             state.phase, status.secure = "summing", progress
             self._sum(effects, now)
 
+    def _wait(self, effects: Effects, now: float) -> None:
+        """Set the timers of a round, or continue with its sum."""
+        if self._state.phase == "summing":
+            self._sum(effects, now)
+        else:
+            super()._wait(effects, now)
+
     def _sum(self, effects: Effects, now: float) -> None:
         """Begin the secure sum, or go on with it."""
         status = self._state.round
