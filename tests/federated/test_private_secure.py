@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from private_tasks import Smooth
 from safetensors.torch import load_file
 from scipy.stats import binom, norm
@@ -25,6 +26,7 @@ from offbeat.runtime.federated.noise import NoiseSource, SeededNoise
 from offbeat.runtime.federated.privacy import PrivacyTerms
 from offbeat.runtime.federated.privacy_accountant import ParticipantAccountant, PrivacyAccountant, calibrated_noise
 from offbeat.runtime.federated.private_secure_mean import PrivateSecureMean
+from offbeat.runtime.federated.secure_mean import adopt
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.simulate.faults.secure_rounds import Dropout, SecureWorld
@@ -157,6 +159,22 @@ def test_with_fewer_clients_there_is_no_sum() -> None:
     assert mean.ledger.spent == 4
 
 
+def test_a_client_adds_no_share_of_noise_to_a_sum_that_fewer_may_reveal() -> None:
+    mean = private()
+    assert adopt(mean, mean.encoding, 4, FEWEST) == ""
+    assert "reveal a sum of 6 clients, and the noise is shared by 7" in adopt(mean, mean.encoding, 4, FEWEST - 1)
+
+
+def test_a_sum_from_elsewhere_counts_all_and_spends_the_round_once() -> None:
+    simulated, server = summed(CLIENTS), private()
+    assert simulated._sum is not None
+    for _ in range(2):  # As a server that was killed while it closed the round.
+        server.begin(SELECTED)
+        server.receive(simulated._sum, CLIENTS)
+    assert (server.updates, server.failure, server.ledger.spent) == (len(CLIENTS), "", SELECTED.number)
+    assert torch.equal(server.mean()[0], simulated.mean()[0])
+
+
 def test_of_many_clients_two_thirds_are_needed_and_share_the_noise() -> None:
     clients = list(range(400))
     terms = PrivacyTerms(400, 1.0, 1e-3, CLIP, NOISE, None, participants_known=True)
@@ -183,6 +201,27 @@ def test_noise_that_would_be_rounded_away_is_refused() -> None:
     )
     with pytest.raises(UsageError, match="would be rounded away below 4"):
         mean.prepare(1)
+
+
+def spectrum(deviation: float, at: NDArray[np.float64], shift: float) -> NDArray[np.complex128]:
+    """The characteristic function of update + noise + u - u', both uniform on [0, 1)."""
+    return np.exp(1j * shift * at - (deviation * at) ** 2 / 2) * np.sinc(at / (2 * math.pi)) ** 2
+
+
+@pytest.mark.parametrize("clients", [2, 3, 5])
+@pytest.mark.parametrize("deviation", [0.8, 1.0, 1.2])
+def test_a_sum_of_rounded_numbers_is_a_rounded_sum_but_for_a_difference_that_vanishes_with_the_noise(
+    clients: int, deviation: float
+) -> None:
+    """The argument by which rounding costs no privacy, where the difference is large enough to be seen."""
+    count, shifts = 1024, np.random.default_rng(clients).uniform(0, 1, clients)
+    at = 2 * math.pi * np.fft.fftfreq(count)
+    repeats = [2 * math.pi * number for number in range(-5, 6)]
+    rounded_each = np.prod([sum(spectrum(deviation, at + far, x) for far in repeats) for x in shifts], axis=0)
+    rounded_once = sum(np.prod([spectrum(deviation, at + far, x) for x in shifts], axis=0) for far in repeats)
+    difference = np.abs(np.fft.fft(rounded_each - rounded_once) / count).sum() / 2
+    bound = math.exp(-2 * math.pi**2 * deviation**2 * (clients - 1) / clients)
+    assert bound / 1000 < difference < bound <= math.exp(-(math.pi**2) * deviation**2)
 
 
 # -- the account -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 import torch
 from federated_tasks import Images
 from federation import Deployment, same_model
+from private_tasks import Smooth
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -68,6 +69,29 @@ def test_compressed_secure_sums_have_the_bits_of_the_simulation_and_what_clients
     assert server.result()["federated"]["failed_rounds"] == 0
     assert [client.result()["rounds"] for client in clients] == [{"accepted": 4}] * 3
     assert same_model(real.run, simulated.run)
+
+
+@pytest.mark.slow
+def test_private_clients_add_noise_of_their_own_and_a_resumed_server_forgets_no_round_that_is_spent(
+    deployment: Any,
+) -> None:
+    clip, rounds, clients = 1e-3, 3, 4
+    real = deployment("Smooth", source="private_tasks")
+    strategy = SECURE.format(clients, f", privacy=privacy(8, delta=0.01, clip={clip})")
+    server = real.serve(strategy, rounds=rounds, seed=4, fault="dies in over")
+    parts = [real.join(part, fault="nan" if part == 2 else "") for part in range(clients)]
+    server.fails()
+    assert real.state().round.secure.server.total, "the sum of the first round was known"
+    result = real.resume().result()["federated"]
+    assert [part.result()["rounds"] for part in parts] == [{"accepted": rounds}] * clients, "nobody saw the NaN"
+    assert result["privacy"]["rounds"] == rounds
+    assert 7.9 < result["epsilon"] <= 8
+    # Every client's update is shorter than the bound, and of 115 numbers each has noise of nearly the bound.
+    flat = FlatModel(Smooth().model())
+    before = flat.values.clone()
+    flat.module.load_state_dict(load_file(real.run / MODEL_FILE))
+    deviation = result["privacy"]["noise"] * clip * (clients / 3 * rounds) ** 0.5 / clients
+    assert float((flat.values - before).std()) == pytest.approx(deviation, rel=0.4)
 
 
 def expected_model(strategy: str, cohort: list[int], came: list[int], folder: Path) -> Tensor:

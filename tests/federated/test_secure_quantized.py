@@ -160,12 +160,12 @@ def test_a_client_takes_the_scale_of_the_server_and_nothing_else() -> None:
     server.scale.bound = 0.5  # type: ignore[union-attr]
     server.begin(selected(4))
     _, client = path()
-    assert not adopt(client, server.encoding, 4)
+    assert not adopt(client, server.encoding, 4, 7)
     assert np.array_equal(client.encode(sent(12, row(12))), server.encode(sent(12, row(12))))
     _, other = path("quantize(4)")
-    assert "the server wants CommonScale" in adopt(other, server.encoding, 4)
+    assert "the server wants CommonScale" in adopt(other, server.encoding, 4, 7)
     plain = SecureMean(LAYOUT, client._plan, 7)
-    assert "and this client has FixedPoint" in adopt(plain, server.encoding, 4)
+    assert "and this client has FixedPoint" in adopt(plain, server.encoding, 4, 7)
     assert isinstance(plain.encoding, FixedPoint)
 
 

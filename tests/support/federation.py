@@ -177,9 +177,11 @@ class RunningProcess:
 class Deployment:
     """A server and its clients in one folder."""
 
-    def __init__(self, folder: Path, task: str = "Owners", **arguments: Any) -> None:
+    def __init__(
+        self, folder: Path, task: str = "Owners", *, source: str = "federated_tasks", **arguments: Any
+    ) -> None:
         self.folder = folder
-        self.task = {"source": "federated_tasks", "name": task, "arguments": arguments}
+        self.task = {"source": source, "name": task, "arguments": arguments}
         self.processes: list[RunningProcess] = []
         self.address = ""
 

@@ -42,6 +42,7 @@ from offbeat.runtime.federated.client_state import ClientState, ClientStates
 from offbeat.runtime.federated.exact_sum import ExactSum
 from offbeat.runtime.federated.flat_model import FlatModel
 from offbeat.runtime.federated.local_training import LocalTrainer, Visit, check_loss, examples_of
+from offbeat.runtime.federated.noise import SystemNoise
 from offbeat.runtime.federated.secure_mean import SecureMean, adopt
 from offbeat.runtime.messages import Inbox
 from offbeat.runtime.run.folder import MODEL_FILE
@@ -221,7 +222,7 @@ class ClientWork:
         layout = layout_of(strategy, flat)
         filters = update_filters(strategy, layout, welcome.seed)
         keeps = rules.algorithm.keeps_state or any(each.keeps_state for each in filters)
-        sums = aggregation(strategy, layout, welcome.seed) if rules.secure else None
+        sums = aggregation(strategy, layout, welcome.seed, SystemNoise()) if rules.secure else None
         self._outfit = _Outfit(
             client=welcome.client,
             data=data,
@@ -274,7 +275,8 @@ class ClientWork:
 
     def _held_back(self, number: int, update: Tensor, score: float | None, scored: int) -> Trained:
         """An update that stays here until its secure sum begins; nothing about it is said but whether it has NaN."""
-        sound = bool(torch.isfinite(update).all())
+        # Under privacy not even that: of an update with NaN only the noise is sent.
+        sound = self._ready().rules.privacy is not None or bool(torch.isfinite(update).all())
         return Trained(UpdateSent(number, 0.0 if sound else math.nan, 0, score, scored), Payload(0))
 
     def _encode(self, work: EncodeUpdate) -> Any:
@@ -282,7 +284,7 @@ class ClientWork:
         sums, sent = self._ready().secure, self._unsent
         if sums is None or sent is None or work.number != self._number:
             return "it has no update of this round"
-        if unlike := adopt(sums, work.encoding, work.number):
+        if unlike := adopt(sums, work.encoding, work.number, work.fewest):
             return unlike
         try:
             return sums.encode(sent)

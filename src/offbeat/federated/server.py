@@ -105,8 +105,6 @@ class Federation:
             raise StrategyError(
                 "dropout and speeds are those of simulated clients; real ones have their own. Omit them."
             )
-        if rules.secure and rules.privacy is not None:
-            raise StrategyError("secure=True is not deployed with privacy, only simulated. Omit one of them.")
         return strategy
 
     @property
@@ -294,7 +292,7 @@ class _Serving:
             model,
             update_bytes,
             selection=seed if self._work.rules.privacy is None else federation.secret,
-            strategy=str(strategy),
+            strategy=str(self._work.strategy),
             federation=federation.identity,
             enrolled=enrolled,
             first=federation.first,

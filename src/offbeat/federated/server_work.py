@@ -28,14 +28,14 @@ from offbeat.runtime.federated.aggregation import ClientUpdate, Selected, alone
 from offbeat.runtime.federated.flat_model import FlatModel
 from offbeat.runtime.federated.local_training import LocalTrainer
 from offbeat.runtime.federated.noise import SystemNoise
-from offbeat.runtime.federated.privacy import PrivateMean
+from offbeat.runtime.federated.private_secure_mean import PrivateSecureMean
 from offbeat.runtime.federated.round_log import RoundLog
 from offbeat.runtime.federated.secure_mean import SecureMean
 from offbeat.runtime.run.folder import METRICS_FILE, MODEL_FILE, MetricsWriter
 from offbeat.runtime.run.metrics import Ledger
 from offbeat.simulate.federated import ClientTimes, Participant, RoundOutcome, RoundProgress
 from offbeat.strategies._base import Combined
-from offbeat.strategies.federated.update_path import UpdatePath, rules_of, update_path
+from offbeat.strategies.federated.update_path import rules_of, update_path
 from offbeat.task import Task, TaskReference
 from offbeat.worker.federated_learner import GlobalModel
 from offbeat.worker.model_file import save_model
@@ -76,13 +76,14 @@ class ServerWork:
         """Gets every round that is closed."""
         module = task.model()
         self._own = describe(reference, module)
-        self._task, self.rules = task, rules_of(strategy)
+        self._task, self._strategy, self.rules = task, strategy, rules_of(strategy)
         self.flat = FlatModel(module)
         optimizer = task.optimizer(self.flat.parameters)
         self._schedule = task.schedule(optimizer)
         self._trainer = LocalTrainer(self.flat, optimizer, _no_data, _no_data, seed, 1, None)
         self._server = self.rules.algorithm.server(self.flat, self.rules.clients)
-        self.path = deployed_path(strategy, self.flat, seed)
+        # Noise comes from the system, as clients know the seed.
+        self.path = update_path(strategy, self.flat, seed, SystemNoise())
         self.format = UpdateFormat.of(self.path.layout, self.path.filters)
         kept = {"server": self._server, "aggregation": self.path.aggregation, "optimizer": optimizer}
         self.model = GlobalModel(
@@ -176,7 +177,16 @@ class ServerWork:
             sums.begin(Selected(0, clients, weights))
             return sums.encoding
 
-        return SecureTerms(encoding, secrets.token_bytes)
+        return SecureTerms(encoding, secrets.token_bytes, sums.two_thirds)
+
+    @property
+    def strategy(self) -> Combined:
+        """What clients are told: of private sums also how much noise each round has, which they add themselves."""
+        sums, privacy = self.path.aggregation, self.rules.privacy
+        if privacy is None or not isinstance(sums, PrivateSecureMean):
+            return self._strategy
+        settled = replace(privacy, epsilon=None, noise=sums.ledger.deviation, budget=privacy.limit)
+        return replace(self._strategy, exchange=replace(self.rules, privacy=settled))
 
     def _combine(self, work: CloseRound, state: FederationState) -> None:
         """Add up the updates, or take their sum."""
@@ -270,12 +280,6 @@ class ServerWork:
             updates,
             len(outcome.refused),
         )
-
-
-def deployed_path(strategy: Combined, model: FlatModel, seed: int) -> UpdatePath:
-    """The path of updates as a server has it: noise comes from the system, as clients know the seed."""
-    path, terms = update_path(strategy, model, seed), rules_of(strategy).privacy_terms
-    return path if terms is None else replace(path, aggregation=PrivateMean(path.layout, terms, SystemNoise()))
 
 
 def score_on(task: Task, module: nn.Module, data: Any) -> float:

@@ -358,10 +358,17 @@ def test_a_client_accepts_one_list_of_survivors_only() -> None:
     assert {piece.client for piece in released.seeds}.isdisjoint(piece.client for piece in released.keys)
 
 
+def test_a_list_with_fewer_survivors_than_were_agreed_is_refused_though_secrets_could_be_recovered() -> None:
+    """Private clients share the noise of so many."""
+    plan = structs.replace(round_for(7, 18), fewest=7)
+    shorter = lambda m, _: structs.replace(m, clients=m.clients[:6])  # noqa: E731
+    assert "6 survivors, and 7 are the fewest" in leaves(SecureWorld(plan, 18), swap(SurvivorList, shorter), 11)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda m, _: structs.replace(m, clients=m.clients[:4]), "4 survivors, too few for the threshold of 5"),
+        (lambda m, _: structs.replace(m, clients=m.clients[:4]), "4 survivors, and 5 are the fewest that were agreed"),
         (lambda m, _: structs.replace(m, clients=m.clients + m.clients[-1:]), "or twice"),
         (lambda m, _: structs.replace(m, clients=(*m.clients, 99)), "not neighbours"),
         (lambda m, _: structs.replace(m, clients=tuple(c for c in m.clients if c != 11)), "lacks this client"),

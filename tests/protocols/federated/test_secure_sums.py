@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -33,7 +34,7 @@ from offbeat.protocols.federated.secure.client import MaskWork
 from offbeat.protocols.federated.secure.fixed_point import FixedPoint
 from offbeat.protocols.federated.secure.primitives import identity_public
 from offbeat.protocols.federated.secure.recovery import Unmasking
-from offbeat.protocols.federated.secure_sums import SecureTerms, agreed
+from offbeat.protocols.federated.secure_sums import SecureProgress, SecureTerms, SumKeeper, agreed
 from offbeat.protocols.machine import Done, Effect, Event, Payload, Start, Timer
 from offbeat.simulate.machines import LossyNetwork, Restart, Simulation, Stop
 
@@ -70,7 +71,7 @@ class MaskingClient(WorkingClient):
             match effect:
                 case Start(MaskWork() as work, token):
                     rest += self._performed(self.inner.on(Done(token, work()), now), now)
-                case Start(EncodeUpdate(number, encoding)):
+                case Start(EncodeUpdate(number, encoding, _)):
                     row = update_of(self.client, number, encoding)
                     rest += self._performed(self.inner.on(Done(("encode", number), row), now), now)
                 case _:
@@ -176,6 +177,23 @@ def test_a_client_without_its_signing_key_may_not_join(identity: bytes, why: str
     assert roster.why_not("a", first) == ""
     roster.admit("a", first, 0.0)
     assert why in roster.why_not("a", MembershipRequest("a", 0, identity))
+
+
+def test_a_private_sum_needs_two_thirds_of_all_that_were_selected() -> None:
+    """Not only of those that have trained: as many share the noise."""
+    roster = Roster({}, 10, None, 4.0, signing=True)
+    for client in range(10):
+        roster.admit(f"{client}", MembershipRequest(f"{client}", client, bytes([client]) * 32), 0.0)
+        roster.members[f"{client}"].examples = 5
+    terms = secure_terms(Random(1))
+    keeper = SumKeeper(terms, roster, SERVER, 1.0)
+    private = SumKeeper(replace(terms, two_thirds=True), roster, SERVER, 1.0)
+    plans = [each.plan(range(10), range(8), 1) for each in (keeper, private)]
+    assert all(isinstance(each, SecureProgress) for each in plans)
+    assert [each.plan.fewest for each in plans if isinstance(each, SecureProgress)] == [6, 7]
+    short = private.plan(range(10), range(6), 1)
+    assert isinstance(short, str)
+    assert "6 of 10 clients have trained, and the noise is shared by 7" in short
 
 
 def test_a_plan_that_cannot_be_read_is_refused() -> None:

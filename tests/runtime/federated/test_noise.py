@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import kstest
 
+from offbeat.runtime.federated import noise
 from offbeat.runtime.federated.noise import NoiseSource, SeededNoise, SystemNoise, noise_share
 
 
@@ -33,6 +35,15 @@ def test_system_noise_never_repeats() -> None:
     source = SystemNoise()
     assert not torch.equal(source.normal(1, 10), source.normal(1, 10))
     assert not source.repeatable
+    assert source.rounding_seed(7) != source.rounding_seed(7)
+    assert SeededNoise(3).rounding_seed(7) == 7
+
+
+def test_the_tails_of_system_noise_end_beyond_twelve_deviations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a client's integers have no room for them any more."""
+    smallest = iter([np.array([0.0]), np.array([1 - 2.0**-53]), np.array([0.0])])
+    monkeypatch.setattr(noise, "_uniform", lambda _count: next(smallest))
+    assert float(SystemNoise().normal(1, 1)) == pytest.approx(12.12, abs=0.01)
 
 
 @pytest.mark.parametrize("source", [SeededNoise(3), SystemNoise()], ids=["seeded", "system"])

@@ -208,6 +208,7 @@ class EncodeUpdate(Struct, frozen=True):
 
     number: int
     encoding: SecureEncoding
+    fewest: int  # Clients without whose updates the sum is not revealed.
 
 
 class Abandon(Struct, frozen=True):

@@ -226,7 +226,7 @@ class RoundClient:
             self._agreed = known
             self._sum = SecureClient(plan, client, private, None, random, self._patience, self.name, SERVER)
             effects.done += self._sum.begin(now)
-            effects.start(EncodeUpdate(start.number, plan.encoding))
+            effects.start(EncodeUpdate(start.number, plan.encoding, plan.fewest))
         if self._agreed == known and self._sum is not None:
             self._on_sum(effects, Received(SERVER, SecureInvite(plan.digest), Payload(0)), now)
         else:

@@ -15,7 +15,13 @@ from offbeat.errors import UsageError
 from offbeat.protocols.federated.messages import SecureStart
 from offbeat.protocols.federated.roster import Roster
 from offbeat.protocols.federated.secure.messages import SecureInvite
-from offbeat.protocols.federated.secure.plan import FEWEST_CLIENTS, ROUND_BYTES, SecureEncoding, SecureRound
+from offbeat.protocols.federated.secure.plan import (
+    FEWEST_CLIENTS,
+    ROUND_BYTES,
+    SecureEncoding,
+    SecureRound,
+    lowest_threshold,
+)
 from offbeat.protocols.federated.secure.records import SecureServerState
 from offbeat.protocols.federated.secure.server import SecureFailure, SecureServer, SecureSum, SecureTimes
 from offbeat.protocols.federated.secure.shamir import SecretBytes
@@ -30,6 +36,8 @@ class SecureTerms:
     """How the updates of these clients, with these numbers of examples, become integers."""
     random: SecretBytes
     """Draws the ids of rounds."""
+    two_thirds: bool = False
+    """Whether more than two thirds of the selected clients must stay, not only of those that have trained."""
 
 
 class SecureProgress(Struct):
@@ -67,9 +75,12 @@ class SumKeeper:
         """A new sum of the updates of those who came, or why there can be none."""
         if len(came) < FEWEST_CLIENTS:
             return f"{len(came)} clients are too few for secure aggregation, which needs {FEWEST_CLIENTS}"
+        least = lowest_threshold(len(cohort)) if self._terms.two_thirds else 0
+        if len(came) < least:
+            return f"{len(came)} of {len(cohort)} clients have trained, and the noise is shared by {least}"
         sizes = {member.client: float(member.examples or 0) for member in self._roster.members.values()}
         encoding = self._terms.encoding(cohort, [sizes[client] for client in cohort])
-        plan = SecureRound.of(self._terms.random(ROUND_BYTES), encoding, len(came), fewest=fewest)
+        plan = SecureRound.of(self._terms.random(ROUND_BYTES), encoding, len(came), fewest=max(fewest, least))
         return SecureProgress(plan, SecureServerState())
 
     def begin(self, effects: Effects, now: float, number: int, came: Sequence[int], progress: SecureProgress) -> None:

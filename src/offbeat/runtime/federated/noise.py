@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from abc import ABC, abstractmethod
 from typing import ClassVar, Final
 
@@ -29,6 +30,10 @@ class NoiseSource(ABC):
     @abstractmethod
     def normal(self, number: int, size: int, whose: int = SERVER) -> Tensor:
         """Standard normal numbers, 64-bit, that the server or a client adds in a round."""
+
+    def rounding_seed(self, usual: int) -> int:
+        """The seed by which a client rounds its noisy update; the usual one follows from that of the run."""
+        return usual
 
 
 class SeededNoise(NoiseSource):
@@ -57,10 +62,16 @@ class SystemNoise(NoiseSource):
         for start in range(0, len(values), _PIECE):
             piece = values[start : start + _PIECE]
             half = len(piece) // 2
-            radius = np.sqrt(-2 * np.log(1 - _uniform(half)))
+            # With 106 bits, small numbers have as many digits as others: 53 would end the tails at 8.6 deviations.
+            radius = np.sqrt(-2 * np.log(_uniform(half) + (1 - _uniform(half)) * 2.0**-53))
             angle = 2 * math.pi * _uniform(half)
             piece[:half], piece[half:] = radius * np.cos(angle), radius * np.sin(angle)
         return torch.from_numpy(values[:size])
+
+    def rounding_seed(self, usual: int) -> int:
+        """A secret one."""
+        del usual
+        return secrets.randbits(64)
 
 
 def _uniform(count: int) -> NDArray[np.float64]:

@@ -2,11 +2,15 @@
 
 The shares of the fewest clients whose sum is ever revealed make up the promised noise, so every sum has at least that.
 
-Rounding costs no privacy. A client sends floor(update + noise + u), u uniform on [0, 1), in units of the encoding. If
-the deviation of its noise is some units or more, the density of noise + u is band-limited but for exp(-2 pi^2 d^2), so
-that a sum of rounded numbers has the distribution of the rounded sum: floor(updates + noises + independent uniform
-numbers), which is computed from the result of the Gaussian mechanism. Kairouz, Liu and Steinke, "The Distributed
-Discrete Gaussian Mechanism for Federated Learning with Secure Aggregation" (2021), show the like for other noise.
+Rounding costs no privacy. A client sends floor(update + noise + u), u uniform on [0, 1), in units of the encoding. The
+characteristic function of a rounded number is that of update + noise + u - u', u' uniform as well, repeated every 2 pi;
+that of a sum of rounded numbers is the product of these. Leave out of the product what mixes different repetitions, and
+it is that of floor(updates + noises + 2n - 1 uniform numbers), which is computed from the result of the Gaussian
+mechanism. With noise of deviation d at each of n clients, what is left out is exp(-2 pi^2 d^2 s (n - s) / n), if s of
+them are at another repetition: at most exp(-pi^2 d^2), for two clients, and 1e-69 for d = 4. (The error of the sum of n
+discrete Gaussians in Kairouz, Liu and Steinke, "The Distributed Discrete Gaussian Mechanism for Federated Learning with
+Secure Aggregation", 2021, is bounded by the same terms.) Uniform numbers that are known to others change nothing in
+this; but they also smooth the grid of floating-point noise, so real clients draw them in secret.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from offbeat.runtime.federated.secure_mean import KeptNumbers, SecureMean, decod
 TAIL: Final = 12.0
 """Standard deviations of its noise for which a client's integers have room; beyond is clipped, with chance 4e-33."""
 LEAST_DEVIATION: Final = 4.0
-"""Units of the encoding that the deviation of a client's noise must be, so that rounding does not show: error 1e-80."""
+"""Units of the encoding that the deviation of a client's noise must be, so that rounding does not show: error 1e-69."""
 
 
 class PrivateSecureMean(SecureMean):
@@ -54,8 +58,9 @@ class PrivateSecureMean(SecureMean):
         kept: KeptNumbers | None = None,
     ) -> None:
         super().__init__(layout, plan, seed, kept)
-        self._terms, self._source = terms, source
-        self.ledger = PrivacyLedger(terms, source.repeatable)
+        self._terms, self._source, self._rounding_seed = terms, source, source.rounding_seed
+        # Whatever its noise comes from: a round has one secure sum, which outlives the server's process.
+        self.ledger = PrivacyLedger(terms, repeatable=True)
         """What is spent."""
 
     def prepare(self, rounds: int | None, agree: Agree = here) -> None:

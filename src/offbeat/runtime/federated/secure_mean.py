@@ -142,6 +142,7 @@ class SecureMean(Aggregation):
         self._kept = kept or KeptNumbers(layout.size, lambda _: slice(None))
         self.scale = scale
         """By which updates are quantized; None: they are not."""
+        self._rounding_seed: Callable[[int], int] = lambda usual: usual  # By which numbers are rounded.
         self._selected = Selected(0, (), ())
         self._encoding: SecureEncoding | None = None
         self._row = torch.zeros(0, dtype=torch.int64)
@@ -183,7 +184,7 @@ class SecureMean(Aggregation):
     def encode(self, sent: ClientUpdate) -> Row:
         """An update as integers, with the client's loss as one more number; refused if it has NaN."""
         numbers, encoding = self._numbers(sent), self.encoding
-        seed = mixed(self._seed, ROUNDING, self._selected.number, sent.client)
+        seed = self._rounding_seed(mixed(self._seed, ROUNDING, self._selected.number, sent.client))
         weight = round(sent.weight) if self.weighs else 1
         row = encoding.encode(numbers, weight, seed)
         if self.scale is not None and isinstance(encoding, CommonScale) and sent.state is not None:
@@ -215,12 +216,12 @@ class SecureMean(Aggregation):
         flags: list[int] = self._row[words + COUNTS :].tolist()
         came = tuple(client for client, flag in zip(self._selected.clients, flags, strict=True) if flag)
         total = np.remainder(self._row[:words].numpy(), 2**self.encoding.width)
-        self.receive(total.astype(self.encoding.dtype), came)
+        self._sum, self._came = total.astype(self.encoding.dtype), came
         self._clipped += int(self._row[words + 2])
 
     def receive(self, total: Row, clients: Sequence[int]) -> None:
-        """Take the unmasked sum of these clients' encoded updates."""
-        self._sum, self._came = total, tuple(clients)
+        """Take the unmasked sum of these clients' encoded updates; of each alone nothing is known."""
+        self._sum, self._came, self._row = total, tuple(clients), torch.zeros(0, dtype=torch.int64)
 
     def mean(self) -> tuple[Tensor, Tensor | None]:
         """The mean update; the next round's scale follows from it."""
@@ -301,8 +302,18 @@ def decoded(total: Row | None, encoding: SecureEncoding) -> tuple[NDArray[np.flo
     return encoding.decode(total)
 
 
-def adopt(sums: SecureMean, wanted: SecureEncoding, number: int) -> str:
-    """At a client: begin a round with a server's encoding; why not, if this client would have another one."""
+def adopt(sums: SecureMean, wanted: SecureEncoding, number: int, fewest: int) -> str:
+    """At a client: begin a round with a server's encoding; why not, if this client would have another one.
+
+    Args:
+        sums: The client's own.
+        wanted: The server's encoding.
+        number: Of the round.
+        fewest: Clients without whose updates the server's plan reveals no sum.
+
+    """
+    if sums.two_thirds and fewest < (least := lowest_threshold(wanted.clients)):
+        return f"the server would reveal a sum of {fewest} clients, and the noise is shared by {least}"
     if sums.scale is not None:
         sums.scale.bound = wanted.bound
     sums.begin(Selected(number, range(wanted.clients), [float(wanted.examples)] * wanted.clients))

@@ -11,7 +11,7 @@ from offbeat.errors import StrategyError
 from offbeat.runtime.federated.aggregation import Aggregation, ExactMean, UpdateFilter, UpdateLayout
 from offbeat.runtime.federated.client_state import ClientState
 from offbeat.runtime.federated.flat_model import FlatModel
-from offbeat.runtime.federated.noise import SeededNoise
+from offbeat.runtime.federated.noise import NoiseSource, SeededNoise
 from offbeat.runtime.federated.privacy import PrivateMean
 from offbeat.runtime.federated.private_secure_mean import PrivateSecureMean
 from offbeat.runtime.federated.round_scale import RoundScale
@@ -63,10 +63,10 @@ class UpdatePath:
         return update
 
 
-def update_path(strategy: Combined, model: FlatModel, seed: int) -> UpdatePath:
-    """The whole path: for a process that simulates clients and server."""
+def update_path(strategy: Combined, model: FlatModel, seed: int, noise: NoiseSource | None = None) -> UpdatePath:
+    """The whole path: for a process that simulates clients and server, or with the system's noise for a real server."""
     layout = layout_of(strategy, model)
-    return UpdatePath(layout, update_filters(strategy, layout, seed), aggregation(strategy, layout, seed))
+    return UpdatePath(layout, update_filters(strategy, layout, seed), aggregation(strategy, layout, seed, noise))
 
 
 def layout_of(strategy: Combined, model: FlatModel) -> UpdateLayout:
@@ -86,8 +86,8 @@ def update_filters(strategy: Combined, layout: UpdateLayout, seed: int) -> tuple
     return own
 
 
-def aggregation(strategy: Combined, layout: UpdateLayout, seed: int) -> Aggregation:
-    """The aggregation of the server."""
+def aggregation(strategy: Combined, layout: UpdateLayout, seed: int, noise: NoiseSource | None = None) -> Aggregation:
+    """The aggregation of the server; noise for privacy follows from the seed unless it has a source of its own."""
     rules = rules_of(strategy)
     if (terms := rules.privacy_terms) is not None:
         if layout.trainable < layout.size:
@@ -96,7 +96,7 @@ def aggregation(strategy: Combined, layout: UpdateLayout, seed: int) -> Aggregat
                 f"statistics of batch normalization: clients send them as well, and with noise a variance becomes "
                 f"negative. Use layers without them, such as GroupNorm or LayerNorm."
             )
-        source = SeededNoise(seed)
+        source = SeededNoise(seed) if noise is None else noise
         if rules.secure:
             return PrivateSecureMean(layout, rules.plan(), seed, terms, source, _kept(strategy, layout, seed))
         return PrivateMean(layout, terms, source)

@@ -310,9 +310,11 @@ class SecureClient:
             raise SecureAggregationError("the server's list of survivors has clients that are not neighbours, or twice")
         if self.number not in clients:
             raise SecureAggregationError("the server's list of survivors lacks this client, whose update it has")
-        if len(clients) < self._plan.threshold:
+        # Among neighbours of all, the list has everybody whose update is in the sum.
+        plan = self._plan
+        if len(clients) < (least := plan.fewest if plan.complete else plan.threshold):
             raise SecureAggregationError(
-                f"the server's list has {len(clients)} survivors, too few for the threshold of {self._plan.threshold}"
+                f"the server's list has {len(clients)} survivors, and {least} are the fewest that were agreed"
             )
         self._survivors = clients
         if self._plan.signed:
