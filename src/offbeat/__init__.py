@@ -57,8 +57,8 @@ __all__ += ["scale"]
 
 
 def __getattr__(name: str) -> object:
-    if name == "federated":
-        return importlib.import_module("offbeat.federated")
+    if name in ("data", "federated"):
+        return importlib.import_module(f"offbeat.{name}")
     if name in _WHERE:
         return getattr(importlib.import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'offbeat' has no attribute {name!r}")

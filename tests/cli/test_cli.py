@@ -75,6 +75,7 @@ RESULT = [
     "steps",
     "epochs",
     "samples",
+    "skipped",
     "score",
     "best_score",
     "test_score",

@@ -6,8 +6,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+import torch
 from data_tasks import Decoded, seen
+from pyarrow import parquet
 
 from offbeat.errors import DataError, OffbeatError, StrategyError, UsageError
 from offbeat.run.drive import Result, fit
@@ -47,6 +50,23 @@ def test_a_killed_data_server_is_replaced_and_the_run_ends_with_the_same_bits(
     assert result.disturbances == {"asked": 1, "fired": 1}
     assert batches == examples
     assert same == model
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_table_in_a_file_is_read_alike_with_and_without_data_servers(
+    launcher: Launcher, tmp_path: Path, stream: bool
+) -> None:
+    """Three epochs in orders of their own, drawn when a stream is opened."""
+    file = tmp_path / "table.parquet"
+    numbers = torch.arange(45.0)
+    columns = {"x": pa.FixedSizeListArray.from_arrays(numbers.numpy(), 1), "y": numbers.sin().numpy(), "id": range(45)}
+    columns["y"] = pa.FixedSizeListArray.from_arrays(columns["y"], 1)
+    parquet.write_table(pa.table(columns), file, row_group_size=10)
+    _, model, examples = trained(launcher, tmp_path / "without", {"table": str(file), "stream": stream})
+    _, same, batches = trained(launcher, tmp_path / "with", {"table": str(file), "stream": stream}, data_servers=2)
+    assert batches == examples
+    assert same == model
+    assert examples[0][:6] != examples[0][6:12]
 
 
 def test_a_run_with_data_servers_resumes_to_the_same_bits(launcher: Launcher, tmp_path: Path) -> None:

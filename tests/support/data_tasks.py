@@ -56,7 +56,7 @@ class Decoded(offbeat.Task):
     broken: int | None = None
     stream: bool = False
     strange: bool = False
-    first_death: int = 0
+    table: str = ""
 
     def __post_init__(self) -> None:
         self.global_batch = self.batch
@@ -68,6 +68,10 @@ class Decoded(offbeat.Task):
         return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def data(self) -> offbeat.Data:
+        if self.table:
+            rows = offbeat.data.parquet(self.table, ["x", "y", "id"])
+            known = Images(5)
+            return offbeat.Data(rows.shuffled(buffer=30) if self.stream else rows, known, known)
         images = Images(self.examples, self.milliseconds / 1000, self.broken)
         known = Images(5)
         return offbeat.Data(ImageStream(images) if self.stream else images, known, known)

@@ -441,6 +441,7 @@ def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
         data["strategy"] = BY_SCRIPT  # Whatever was requested: it joined no team.
     if collected.data is not None and collected.data.accounts:
         data["data_servers"] = collected.data.summary
+        data["skipped"] = data.get("skipped", 0) + sum(each["skipped"] for each in collected.data.summary)
     if collected.servers:
         data["servers"] = [collected.servers[shard] for shard in sorted(collected.servers)]
     if reported:

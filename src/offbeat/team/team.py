@@ -20,6 +20,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from offbeat.data.bounded_stream import BoundedStream
 from offbeat.errors import StrategyError, UsageError
 from offbeat.runtime.data.batch_slicing import note_slice
 from offbeat.runtime.data.loaders import Loader
@@ -304,7 +305,16 @@ def _conclude(work: Workplace) -> None:
         **({"warnings": work.watch.warnings} if work.watch.warnings else {}),
         **work.notes,
     }
+    if (skipped := _skipped(work)) is not None:
+        entries["skipped"] = skipped
     work.reports.conclude(entries)
+
+
+def _skipped(work: Workplace) -> int | None:
+    """Examples that bounded streams have left out, over all workers; None if there is no such stream."""
+    datasets = [getattr(loader, "dataset", None) for loader in work.holdings.loaders]
+    counts = [float(dataset.skipped) for dataset in datasets if isinstance(dataset, BoundedStream)]
+    return int(work.group.gather([sum(counts)], "the end of the run").sum()) if counts else None
 
 
 def _predicted(work: Workplace) -> Step | StagedStep | str:

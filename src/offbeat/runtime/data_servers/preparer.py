@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from offbeat.data.bounded_stream import BoundedStream
 from offbeat.errors import DataError
 from offbeat.protocols.data_servers.messages import Order
 from offbeat.protocols.data_servers.server import PrepareBatch
@@ -20,7 +21,7 @@ from offbeat.runtime.data.loader_sources import BaseSeeds
 from offbeat.runtime.data.loaders import generators_of
 from offbeat.runtime.data_servers.batch_format import Memory, written
 from offbeat.runtime.data_servers.orders import Chosen, Index, Stretch, decoded
-from offbeat.runtime.state.random_state import Lent, capture, seed_everything, unpacked
+from offbeat.runtime.state.random_state import Lent, capture, packed, seed_everything, unpacked
 
 _LONGEST = 20_000  # Characters of a traceback; a header has room for 64 KiB.
 
@@ -33,6 +34,7 @@ class Preparer:
     ) -> None:
         self._name, self._loaders, self._allocate = name, loaders, allocate
         self._streams: dict[tuple[Name, int], StreamReader] = {}
+        self._bounded: dict[int, BoundedStream] = {}
         self.examples = 0
         self.seconds = 0.0
 
@@ -67,6 +69,8 @@ class Preparer:
 
     def _slice(self, loader: DataLoader[Any], worker: Name, order: Order, wish: Stretch) -> Any:
         place = (worker, order.loader)
+        if isinstance(loader.dataset, BoundedStream):
+            self._bounded[wish.loader] = loader.dataset
         reader = self._streams.get(place)
         if reader is None or not reader.goes_on(order, wish):
             reader = self._streams[place] = StreamReader(loader, order.turn, wish)
@@ -77,7 +81,13 @@ class Preparer:
         start, stop = share(len(whole), wish.rank, wish.size)
         part = whole[start:stop] or whole[-1:]
         self.examples += stop - start
-        return [cast("Any", loader.collate_fn)(part), stop - start]
+        begun = reader.opened if order.number == 0 else None
+        return [cast("Any", loader.collate_fn)(part), stop - start, begun]
+
+    @property
+    def skipped(self) -> int:
+        """Examples that bounded streams have left out."""
+        return sum(stream.skipped for stream in self._bounded.values())
 
     def _explained(self, error: Exception) -> str:
         lines = traceback.format_exception(error)
@@ -94,7 +104,10 @@ class StreamReader:
         self._turn, self._begin = turn, wish.begin
         generators = generators_of(loader)
         state = unpacked(torch.from_numpy(np.frombuffer(wish.begin, dtype=np.uint8).copy()), capture(generators))
-        self._batches = Lent(state, generators).stream(lambda: _wholes(loader))
+        self._draws = Lent(state, generators)
+        self._batches = self._draws.stream(lambda: _wholes(loader))
+        self.opened: bytes | None = None
+        """Random state after the first batch was drawn."""
         self._next = 0
         self._kept: dict[int, list[Any]] = {}
 
@@ -107,6 +120,8 @@ class StreamReader:
         """The examples of a batch; None after the end."""
         while self._next <= number:
             whole = next(self._batches, None)
+            if self._next == 0:
+                self.opened = packed(self._draws.now).numpy().tobytes()
             if whole is None:
                 return None
             self._kept[self._next] = whole

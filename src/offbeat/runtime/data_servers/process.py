@@ -96,6 +96,7 @@ class DataServerProcess:
             "batches": self._machine.made,
             "examples": preparer.examples,
             "seconds": preparer.seconds,
+            "skipped": preparer.skipped,
             "bytes_sent": sum(each.bytes_sent for each in traffic),
             "bytes_lent": sum(each.bytes_lent for each in traffic),
         }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from offbeat.errors import DataError
@@ -15,7 +17,7 @@ from offbeat.runtime.data.loader_sources import BaseSeeds, Batch, BatchSource, E
 from offbeat.runtime.data.loaders import is_divided
 from offbeat.runtime.data_servers.link import DataLink
 from offbeat.runtime.data_servers.orders import Chosen, Stretch, encoded, plain_indices
-from offbeat.runtime.state.random_state import packed
+from offbeat.runtime.state.random_state import packed, unpacked
 
 
 class SuppliedBatches(BatchSource):
@@ -77,7 +79,10 @@ class SuppliedStream(BatchSource):
         for supplied in self._link.batches(self._line, epoch.skip, pieces(), lambda: None):
             if supplied.content is None:
                 return
-            content, examples = supplied.content
+            content, examples, begun = supplied.content
+            if begun is not None:  # The first batch: the worker's own draws follow those of opening the stream.
+                row = torch.from_numpy(np.frombuffer(begun, dtype=np.uint8).copy())
+                epoch.draws.go_on(unpacked(row, epoch.draws.start))
             yield Batch(content, examples, None)
 
     def spend(self) -> None:

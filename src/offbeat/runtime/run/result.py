@@ -23,6 +23,7 @@ class Result:
     steps: int = 0  # Updates done.
     epochs: int | None = None  # Passes over the training data; the last may be incomplete.
     samples: int = 0  # Training examples seen, over all workers.
+    skipped: int = 0  # Examples of bounded streams that came too fast and were left out.
     score: float | None = None  # The last reported score, on validation data for tasks.
     best_score: float | None = None  # The best reported score.
     test_score: float | None = None  # The score on test data, computed once at the end; tasks only.

@@ -127,6 +127,10 @@ class Own:
     def __init__(self, start: State, generators: Sequence[torch.Generator] = ()) -> None:
         self.start, self._generators = start, generators
 
+    def go_on(self, state: State) -> None:
+        """The first item was drawn elsewhere, which left this state: what follows goes on from there."""
+        restore(state, self._generators)
+
     def again(self) -> Own:
         """Itself: native draws happen once."""
         return self
@@ -160,6 +164,16 @@ class Lent:
         self.start, self.follows = start, follows
         self._state, self._generators = start, generators
         self._drawn: State | None = None
+
+    @property
+    def now(self) -> State:
+        """The state after what was drawn so far."""
+        return self._state
+
+    def go_on(self, state: State) -> None:
+        """The first item was drawn elsewhere, which left this state: what follows goes on from there."""
+        self._state = state
+        self._hand_over(_GLOBAL if self.follows else (), range(len(self._generators)))
 
     def again(self) -> Lent:
         """A copy that draws the same again; no global generator follows it."""
