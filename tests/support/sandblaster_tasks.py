@@ -17,7 +17,7 @@ from offbeat.task import Data, Task
 
 @dataclass(eq=False)
 class Exact(Task):
-    """Regularized logistic regression in float64; `fault` is what happens to worker 1 after some portions."""
+    """Regularized logistic regression in float64; `fault` is what happens to worker 1, or `noise`."""
 
     examples: int = 200
     features: int = 40
@@ -41,7 +41,8 @@ class Exact(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self._fail()
-        return self._objective(model, *batch)
+        noise = 1 + 0.1 * torch.rand(()) if self.fault == "noise" else 1
+        return self._objective(model, *batch) * noise
 
     def _objective(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
         penalty = sum(weight.square().sum() for weight in model.parameters())
@@ -49,7 +50,7 @@ class Exact(Task):
 
     def _fail(self) -> None:
         self.computed = getattr(self, "computed", 0) + 1
-        if not self.fault or os.environ.get("RANK") != "1" or self.computed < 8:
+        if self.fault not in ("raise", "kill") or os.environ.get("RANK") != "1" or self.computed < 8:
             return
         if self.fault == "raise":
             raise ArithmeticError("this portion always fails")

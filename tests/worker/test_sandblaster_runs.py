@@ -23,6 +23,7 @@ from offbeat.tasks.mixture import Mixture
 
 pytestmark = pytest.mark.slow
 STRATEGY = "sandblaster(shards=2, portions=12)"
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def weights(result: Result) -> torch.Tensor:
@@ -100,6 +101,7 @@ def test_it_reaches_the_optimum_of_the_bundled_task(tmp_path: Path, launcher: La
         (Wide(layer="dropout"), "is random"),
         (Wide(layer="norm"), "which examples are in a batch together"),
         (Exact(features=1), "cannot be spread over 2 shards"),
+        (Exact(fault="noise"), "Exact computed the loss .* So the loss is random"),
         (Mixture(), "instead of a gradient"),
     ],
 )
@@ -127,17 +129,57 @@ def test_what_makes_no_sense_is_refused_as_text(text: str, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_a_loop_of_ones_own_is_refused(tmp_path: Path, launcher: Launcher) -> None:
+LOOP = """
+import sys
+import offbeat, torch
+from sandblaster_tasks import Exact
+
+task = Exact()
+model, train = task.model(), task.data().train
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, history_size=10, line_search_fn="strong_wolfe")
+loader = torch.utils.data.DataLoader(train, batch_size=16, shuffle=True)
+with offbeat.init() as team:
+    model, optimizer, loader = team.prepare(model, optimizer, loader)
+
+    def closure():
+        optimizer.zero_grad()
+        total = 0.0
+        for batch in loader:
+            loss = task.loss(model, batch) * len(batch[0]) / len(train)
+            loss.backward()
+            total += loss.item()
+        return total
+
+    for _ in team.epochs(6):
+        optimizer.step(closure)
+        if team.report(score=-float(task._objective(model, *train.tensors))):
+            break
+    if team.rank == 0:
+        torch.save(model.weight.detach(), sys.argv[1])
+"""
+
+
+def test_a_loop_of_ones_own_makes_the_steps_that_it_makes_alone(tmp_path: Path, launcher: Launcher) -> None:
     script = tmp_path / "loop.py"
-    script.write_text(
-        "import offbeat, torch\n"
-        "with offbeat.init() as team:\n"
-        "    model = torch.nn.Linear(2, 1)\n"
-        "    team.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
-    )
-    job = Job(target_of(script), Goal(strategy="sandblaster"), 1, out=tmp_path)
-    with pytest.raises(StrategyError, match="cannot run inside a loop"):
-        drive(job, launcher=launcher)
+    script.write_text(f"import sys\nsys.path.insert(0, {str(SUPPORT)!r})\n{LOOP}")
+
+    def run(strategy: str | None, workers: int, name: str, steps: int, resume: Path | None = None) -> Result:
+        what = target_of(script, [str(tmp_path / name)])
+        goal = Goal(strategy=strategy, steps=steps, seed=1)
+        return drive(Job(what, goal, workers, out=tmp_path / "runs", resume=resume), launcher=launcher)
+
+    run(None, 1, "alone.pt", 6)
+    figures = run("sandblaster(shards=2, portions=6)", 2, "two.pt", 6).sandblaster
+    alone, two = (torch.load(tmp_path / name) for name in ("alone.pt", "two.pt"))
+    assert (alone - two).abs().max() < 1e-6
+    assert figures["iterations"] > 6
+    assert sum(figures["portions"].values()) >= 6 * figures["evaluations"]
+    first = run("sandblaster(shards=2, portions=6)", 2, "first.pt", 2)
+    second = run("sandblaster(shards=2, portions=6)", 2, "first.pt", 6, first.run)
+    assert second.steps == 6
+    assert second.score is not None
+    assert first.score is not None
+    assert second.score > first.score  # It went on from the parameters; the history began anew.
 
 
 def test_replacements_are_refused(tmp_path: Path, launcher: Launcher) -> None:

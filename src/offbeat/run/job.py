@@ -133,6 +133,16 @@ def resolve(job: Job) -> Job:
             f"--replace {goal.replace}: under {strategy} no worker can join a run that has begun. Omit it, or use a "
             f"strategy with servers, such as server, and replicas that are not split."
         )
+    if goal.replace and isinstance(strategy.exchange, Sandblaster):
+        raise StrategyError(
+            f"--replace {goal.replace}: under sandblaster idle workers compute what a dead one leaves, and none takes "
+            f"its place. Omit it."
+        )
+    if goal.data_servers and isinstance(strategy.exchange, Sandblaster):
+        raise StrategyError(
+            f"--data-servers {goal.data_servers}: under sandblaster workers keep the portions that they have computed, "
+            f"because they come again in every evaluation, so nothing is left to prepare. Omit it."
+        )
     if job.hosts is not None:
         strategy.check_hosts(len(set(job.hosts.of_workers())))
     if goal.strategy is not None or not isinstance(job.what, Script):
@@ -213,12 +223,7 @@ def _in_rounds(strategy: Federated, task: AnyTask, job: Job) -> dict[str, Any]:
 
 
 def _in_iterations(task: AnyTask, job: Job) -> dict[str, Any]:
-    """The budget in iterations, each of which counts as an epoch; refuse replacements of workers."""
-    if job.goal.replace:
-        raise StrategyError(
-            f"--replace {job.goal.replace}: under sandblaster idle workers compute what a dead one leaves, and none "
-            f"takes its place. Omit it."
-        )
+    """The budget in iterations, each of which counts as an epoch."""
     passes = job.goal.epochs or (task.epochs if isinstance(task, Task) else None)
     return {} if job.goal.steps is not None or passes is None else {"steps": passes, "epochs": None}
 

@@ -11,6 +11,8 @@ from enum import StrEnum
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
 from offbeat.errors import StrategyError
 from offbeat.protocols.servers.consistency import Rule
@@ -115,27 +117,23 @@ class Sandblaster(Exchanging):
 
 
 class SandblasterWorker(Exchange):
-    """The connection to the shards; the loop itself is `offbeat.worker.sandblaster`."""
+    """The connection to the shards; the loop is `offbeat.worker.sandblaster`, or `offbeat.team.portion_closures`."""
 
     starts_alike = False
+    calls_closures = True
     unpredicted = Sandblaster.unplanned
 
     def __init__(self, group: CoordinatedGroup, stopwatch: Stopwatch, strategy: Sandblaster) -> None:
         super().__init__(group, stopwatch)
-        membership = group.membership
+        membership, self._strategy = group.membership, strategy
         self.link = ShardLink(strategy.plan(group.client.plan.folder), group.rank, membership.check)
         self.latest: dict[str, Any] = {}
         """Figures of the latest iteration."""
         membership.tell_of_changes(self.link.bury)
 
     def install(self, model: nn.Module) -> None:
-        """Refuse a loop of the user's own."""
-        del model
-        raise StrategyError(
-            "sandblaster decides itself at which parameters a loss is computed and on which data, so it cannot run "
-            "inside a loop: it needs a task (model, data, criterion), as in `offbeat run mine.py:Task --strategy "
-            "sandblaster`."
-        )
+        """Refuse models whose loss is not a function of the parameters alone."""
+        check_model(model, self._strategy)
 
     def weigh(self, examples: int, total: int | None) -> None:
         """Portions have their weights."""
@@ -155,3 +153,29 @@ class SandblasterWorker(Exchange):
         """Close the connection."""
         super().close()
         self.link.close()
+
+
+def check_model(model: nn.Module, strategy: Sandblaster) -> list[nn.Parameter]:
+    """The parameters that are trained; refuses models whose loss is not a function of the parameters alone."""
+    for name, module in model.named_modules():
+        share_dropped = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
+        random = isinstance(share_dropped, float) and share_dropped > 0
+        if random or isinstance(module, _NormBase):
+            why = "is random" if random else "depends on which examples are in a batch together"
+            raise StrategyError(
+                f"{strategy} compares the loss at several points, and with {type(module).__name__} ({name!r}) the loss "
+                f"{why}: the line search would follow that instead. Take the module out, or use allreduce."
+            )
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kinds = {str(parameter.dtype) for parameter in parameters}
+    if len(kinds) != 1 or not kinds <= {"torch.float32", "torch.float64"}:
+        raise StrategyError(
+            f"{strategy} keeps parameters as one vector of float32 or of float64, and this model has "
+            f"{', '.join(sorted(kinds)) or 'none that require a gradient'}. Convert it, as by model.float()."
+        )
+    count = sum(parameter.numel() for parameter in parameters)
+    if count < strategy.shards:
+        raise StrategyError(
+            f"{strategy}: {count} parameters cannot be spread over {strategy.shards} shards. Ask for fewer."
+        )
+    return parameters

@@ -19,10 +19,12 @@ from offbeat.runtime.gradients.first_loss import FirstLoss
 from offbeat.runtime.gradients.optimizers import ScaledRate
 from offbeat.runtime.state import random_state
 from offbeat.runtime.state.checkpoint_manager import Stateful
+from offbeat.strategies.sandblaster import Sandblaster, SandblasterWorker
 from offbeat.strategies.worker.capabilities import ModelHooks, OptimizerHooks, Sliced, StepHooks
 from offbeat.strategies.worker.exchange import adopt
 from offbeat.team.between_steps import Boundaries
 from offbeat.team.context import Workplace
+from offbeat.team.portion_closures import PortionClosures
 
 
 class LoaderFeed:
@@ -30,6 +32,8 @@ class LoaderFeed:
 
     def __init__(self, place: Workplace, boundaries: Boundaries) -> None:
         self._place, self._boundaries = place, boundaries
+        self.resume = boundaries.resume
+        """Load the checkpoint of a resumed run, if that is not done yet."""
         self.batch: tuple[int, int | None] | None = None
         """Examples of the latest training batch, on this worker and over all."""
         self._uncounted = False
@@ -136,6 +140,10 @@ class Adoption:
         self._step_hooks: list[RemovableHandle] = []
         group = place.group
         looks = group.size > 1 and group.rank == 0 and place.strategy.traits.exact
+        self.closures: PortionClosures | None = None
+        if isinstance(rules := place.strategy.exchange, Sandblaster) and isinstance(place.exchange, SandblasterWorker):
+            self.closures = PortionClosures(place, rules, place.exchange, feed.resume)
+        """Makes the steps of closures on portions of the data; only under sandblaster."""
         self._first_loss = FirstLoss(group.size, lambda: feed.batch[0] if feed.batch else 0) if looks else None
 
     def take(self, thing: Any, split: bool) -> Any:
@@ -154,6 +162,8 @@ class Adoption:
         elif isinstance(thing, Iterable):
             if self._place.assignment.offer is not None:
                 return self._place.assignment.offer(thing)
+            if self.closures is not None:
+                return self.closures.loader(cast("Iterable[Any]", thing), split)
             parts, data = Parts.parse(self._place.goal.parts), self._place.data
             make = None if data is None else supplied_by(data)
             loader = divide(cast("Iterable[Any]", thing), self._shares(split), self._feed, parts, split, make)
@@ -187,6 +197,8 @@ class Adoption:
         if isinstance(place.pace, StepHooks):
             place.pace.watch(optimizer)
         place.watch.attend(optimizer)
+        if self.closures is not None:
+            self.closures.attend(optimizer)
         if isinstance(place.exchange, OptimizerHooks):
             place.exchange.attend(optimizer)
         self._step_hooks += rate.after_others(optimizer)
@@ -242,5 +254,7 @@ class Adoption:
         """Remove the hooks."""
         for hook in self._step_hooks:
             hook.remove()
+        if self.closures is not None:
+            self.closures.close()
         if self._first_loss is not None:
             self._first_loss.close()

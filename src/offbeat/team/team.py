@@ -138,6 +138,9 @@ class Team:
             if loader.resume_at is not None:
                 loader.epoch = loader.resume_at[0] - 1
                 done = max(done, loader.trained_epochs)
+        if self._adoption.closures is not None:  # Each step is on all data.
+            self._boundaries.resume()
+            done = self.step
         while (count is None or done < count) and not self.stopping:
             yield done
             done += 1

@@ -8,17 +8,16 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
-from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
+from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import IterableDataset, Subset
 
-from offbeat.errors import DataError, StrategyError
+from offbeat.errors import DataError
 from offbeat.protocols.partition import share
 from offbeat.protocols.sandblaster.messages import IterationEnd
-from offbeat.strategies.sandblaster import Sandblaster, SandblasterWorker
+from offbeat.strategies.sandblaster import Sandblaster, SandblasterWorker, check_model
 from offbeat.task import AnyTask, Task
+from offbeat.team.portion_closures import figures_of, refuse_random
 from offbeat.team.team import Team
 from offbeat.worker.model_file import write_model
 from offbeat.worker.score import finite, scorer
@@ -40,6 +39,7 @@ def sandblast(task: AnyTask, team: Team) -> None:
         worker.link.load(portions.row)
     team.group.barrier("the sharing of the first parameters")
     validate = scorer(cast("Task", task), model, team, data.validation)
+    portions.check_random()
     stopped = ""
     while team.boundary() and not stopped:
         team.begin_step()
@@ -67,16 +67,7 @@ def _account(end: IterationEnd, team: Team, worker: SandblasterWorker, examples:
     team.ledger.samples += examples * (end.evaluations - before)
     team.reports.last_loss = end.loss
     worker.latest = {"gradient": end.gradient, "evaluations": end.evaluations}
-    team.notes["sandblaster"] = {
-        "iterations": end.iteration,
-        "evaluations": end.evaluations,
-        "gradient": end.gradient,
-        "stopped": end.stopped,
-        "portions": end.handed_out,
-        "duplicated": end.duplicated,
-        "reissued": end.reissued,
-        "coordinator_bytes": {"sent": end.sent, "received": end.received},
-    }
+    team.notes["sandblaster"] = figures_of(end)
 
 
 class PortionGradients:
@@ -85,7 +76,7 @@ class PortionGradients:
     def __init__(self, task: Task, team: Team, strategy: Sandblaster) -> None:
         self._task, self._team, self._strategy = task, team, strategy
         self.model = task.model().to(team.device)
-        self._parameters = _checked(self.model, strategy)
+        self._parameters = check_model(self.model, strategy)
         self._train = data_of(task).train
         if isinstance(self._train, IterableDataset):
             raise DataError(f"{strategy} passes over the training data in every evaluation: a stream has no portions.")
@@ -110,6 +101,16 @@ class PortionGradients:
             value = finite(loss, self._team) * weight
             gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
             return value, _joined(self._parameters, gradients, weight)
+
+    def check_random(self) -> None:
+        """Refuse a task whose loss is random, as far as one portion shows: it is computed twice."""
+        first = next(
+            n for n in range(self._strategy.portions) if len(range(*share(self.size, n, self._strategy.portions)))
+        )
+        once = self.compute(first, self.row)
+        self._batches.clear()  # Its batch may be random, too.
+        refuse_random(once, self.compute(first, self.row), f"{self._strategy}: {type(self._task).__name__}")
+        self.move(self.row)
 
     def state_dict(self) -> dict[str, Any]:
         """The parameters."""
@@ -136,29 +137,3 @@ def _joined(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None], we
         for parameter, gradient in zip(parameters, gradients, strict=True)
     ]
     return np.ascontiguousarray((torch.cat(parts) * weight).cpu().numpy())
-
-
-def _checked(model: nn.Module, strategy: Sandblaster) -> list[nn.Parameter]:
-    """The parameters that are trained; refuses models whose loss is not a function of the parameters alone."""
-    for name, module in model.named_modules():
-        share_dropped = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
-        random = isinstance(share_dropped, float) and share_dropped > 0
-        if random or isinstance(module, _NormBase):
-            why = "is random" if random else "depends on which examples are in a batch together"
-            raise StrategyError(
-                f"{strategy} compares the loss at several points, and with {type(module).__name__} ({name!r}) the loss "
-                f"{why}: the line search would follow that instead. Take the module out, or use allreduce."
-            )
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    kinds = {str(parameter.dtype) for parameter in parameters}
-    if len(kinds) != 1 or not kinds <= {"torch.float32", "torch.float64"}:
-        raise StrategyError(
-            f"{strategy} keeps parameters as one vector of float32 or of float64, and this model has "
-            f"{', '.join(sorted(kinds)) or 'none that require a gradient'}. Convert it, as by model.float()."
-        )
-    count = sum(parameter.numel() for parameter in parameters)
-    if count < strategy.shards:
-        raise StrategyError(
-            f"{strategy}: {count} parameters cannot be spread over {strategy.shards} shards. WorkRequest for 1."
-        )
-    return parameters

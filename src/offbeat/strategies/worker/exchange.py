@@ -73,6 +73,8 @@ class Exchange(WorkerSide, ABC):
     """Whether it mixes models after a step, instead of exchanging gradients before it."""
     updates_elsewhere: bool = False
     """Whether other processes update parameters, in their own time: two copies of one would then drift apart."""
+    calls_closures: bool = False
+    """Whether the closures of steps are called in its own way, so that their losses are not to be averaged."""
     unpredicted: str = "its exchanges are not known as schedules beforehand"
     """Why the time of a step cannot be predicted, unless it is `Costed`."""
 

@@ -166,7 +166,7 @@ class LoopHooks:
             closure = closure_of(args, kwargs)
             if closure is None and self._step_guard is not None:
                 self._step_guard.stepping(optimizer)
-            if closure is None or self._group.size == 1:
+            if closure is None or self._group.size == 1 or self._exchange.calls_closures:
                 return None
             if not isinstance(self._pace, EveryBatch):
                 raise StrategyError(
