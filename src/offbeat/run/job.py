@@ -138,11 +138,6 @@ def resolve(job: Job) -> Job:
             f"--replace {goal.replace}: under sandblaster idle workers compute what a dead one leaves, and none takes "
             f"its place. Omit it."
         )
-    if goal.data_servers and isinstance(strategy.exchange, Sandblaster):
-        raise StrategyError(
-            f"--data-servers {goal.data_servers}: under sandblaster workers keep the portions that they have computed, "
-            f"because they come again in every evaluation, so nothing is left to prepare. Omit it."
-        )
     if job.hosts is not None:
         strategy.check_hosts(len(set(job.hosts.of_workers())))
     if goal.strategy is not None or not isinstance(job.what, Script):
@@ -150,6 +145,8 @@ def resolve(job: Job) -> Job:
     # A script may name a strategy to offbeat.init(), or not use offbeat at all: that is known only when it runs.
     own = isinstance(job.what, Script) and goal.strategy is None
     changes: dict[str, Any] = {} if own else {"strategy": str(strategy)}
+    if goal.data_servers:
+        _check_data_servers(job.what.build() if isinstance(job.what, TaskReference) else None, strategy)
     if isinstance(job.what, TaskReference):
         task = job.what.build()
         changes |= _from_task(task, goal)
@@ -160,8 +157,6 @@ def resolve(job: Job) -> Job:
         if isinstance(strategy.exchange, Sandblaster):
             strategy.exchange.check_task(task)
             changes |= _in_iterations(task, job)
-        if goal.data_servers:
-            _check_data_servers(task, strategy)
         if strategy.split:
             _refuse_unsplittable(task, strategy, job.workers)
         if isinstance(task, IterativeTask) and goal.replace:
@@ -177,8 +172,8 @@ def resolve(job: Job) -> Job:
     return dataclasses.replace(job, goal=dataclasses.replace(goal, **changes))
 
 
-def _check_data_servers(task: AnyTask, strategy: Combined) -> None:
-    """Refuse data servers where no batches of a training loader are read."""
+def _check_data_servers(task: AnyTask | None, strategy: Combined) -> None:
+    """Refuse data servers where no batches of a training loader are read; without a task it is a script."""
     what = strategy.exchange if isinstance(strategy.exchange, Federated | Sandblaster) else type(task).__name__
     if isinstance(task, IterativeTask) or what is strategy.exchange:
         raise StrategyError(
