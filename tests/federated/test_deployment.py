@@ -209,7 +209,6 @@ def test_another_model_or_task_is_refused_at_join_and_the_difference_is_named(de
         ("federated(clients=3, fraction=0)", {}, "fraction"),
         ("federated(clients=3, fraction=1.5)", {}, "fraction"),
         ("federated(clients=3, fewest=4)", {}, "fewest"),
-        ("federated(clients=3, personal=finetune)", {}, "trained in simulation only"),
         ("federated(clients=3)", {"rounds": 0}, "--rounds 0 makes no sense"),
         ("federated(clients=3)", {"first": 4}, "--first 4"),
         ("federated(clients=3)", {"silence": 0.0}, "--silence"),

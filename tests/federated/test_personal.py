@@ -20,8 +20,7 @@ from offbeat.runtime.federated.local_training import LocalTrainer, Visit, exampl
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.report import personal_in_words
 from offbeat.strategies import parse
-from offbeat.strategies.federated.personal import TetheredClient
-from offbeat.worker.federated_personal import spread
+from offbeat.strategies.federated.personal import TetheredClient, spread
 
 SKEWED = "clients=20, fraction=0.5, data=dirichlet(0.3)"
 

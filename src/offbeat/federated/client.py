@@ -45,6 +45,8 @@ class Participation:
     """Of the final model, on its own validation data."""
     model: Path
     """The final model."""
+    personal: tuple[float, ...] | None = None
+    """With personal models: the scores of the final model and of this client's own on what it holds out."""
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""
@@ -164,7 +166,7 @@ def run_client(reference: TaskReference, settings: ClientSettings, report: Calla
     if machine.failure:
         raise RunError(_failure_in_words(machine, settings))
     client = machine.welcome.client if machine.welcome is not None else -1
-    return Participation(client, dict(fates), work.last_score, folder / MODEL_FILE)
+    return Participation(client, dict(fates), work.last_score, folder / MODEL_FILE, work.personal)
 
 
 def _identity(folder: Path) -> SecureIdentity | None:

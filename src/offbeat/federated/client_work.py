@@ -15,11 +15,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from offbeat.errors import DataError, OffbeatError, StrategyError
 from offbeat.federated.server_work import score_on
 from offbeat.federated.vectors import UpdateFormat, packed, unpacked
+from offbeat.protocols.federated.client_parts import by_size, held_out
 from offbeat.protocols.federated.messages import (
     Abandon,
     ClientFailure,
@@ -37,6 +38,7 @@ from offbeat.protocols.federated.messages import (
 )
 from offbeat.protocols.federated.secure.client import MaskWork
 from offbeat.protocols.machine import Done, Payload
+from offbeat.protocols.partition import mixed
 from offbeat.runtime.federated.aggregation import ClientUpdate
 from offbeat.runtime.federated.client_state import ClientState, ClientStates
 from offbeat.runtime.federated.exact_sum import ExactSum
@@ -47,6 +49,7 @@ from offbeat.runtime.federated.secure_mean import SecureMean, adopt
 from offbeat.runtime.messages import Inbox
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.strategies import combined
+from offbeat.strategies.federated.personal import MODEL, STREAM, PersonalTrainer
 from offbeat.strategies.federated.strategy import Federated
 from offbeat.strategies.federated.update_path import aggregation, layout_of, update_filters
 from offbeat.strategies.language.parser import parse_built_in
@@ -55,8 +58,28 @@ from offbeat.worker.client_data import divided
 from offbeat.worker.model_file import save_model
 from offbeat.worker.task_data import data_of, size_of
 
-DataSource = Callable[[Federated, int], Data]
+
+@dataclass(frozen=True)
+class HoldingOut:
+    """A client's data without what it holds out, and that."""
+
+    data: Data
+    held: Dataset[Any]
+
+    @classmethod
+    def of(cls, data: Data, rules: Federated, seed: int) -> HoldingOut:
+        """Hold some examples out, if personal models are scored on them."""
+        if rules.personal is None:
+            return cls(data, Subset(data.train, []))
+        train, held = held_out(by_size([size_of(data.train)]), rules.personal.held, seed)
+        rest = Data(Subset(data.train, train.part(0).tolist()), data.validation, data.test)
+        return cls(rest, Subset(data.train, held.part(0).tolist()))
+
+
+DataSource = Callable[[Federated, int], HoldingOut]
 """Gets a client's data, once the rules and the seed are known."""
+PERSONAL_FILE: Final = "personal.safetensors"
+"""The client's own model, in its folder."""
 LONGEST_TEXT: Final = 20_000
 """Characters of a traceback that are sent."""
 
@@ -70,15 +93,16 @@ def from_folder(task: Task, folder: Path) -> DataSource:
     if not folder.is_dir():
         raise DataError(f"There is no folder {str(folder)!r}. Give --data the folder with this client's data.")
 
-    def read(rules: Federated, seed: int) -> Data:
-        del rules, seed
+    def read(rules: Federated, seed: int) -> HoldingOut:
         data: Any = task.client_data(folder)
         if not isinstance(data, Data):
             raise DataError(
                 f"{type(task).__name__}.client_data() is a {type(data).__name__}. Return offbeat.Data(train, "
                 f"validation, test)."
             )
-        return data
+        if isinstance(data.train, IterableDataset):
+            raise DataError("the training data is a stream, and a client goes over its examples in random order.")
+        return HoldingOut.of(data, rules, seed)
 
     return read
 
@@ -86,11 +110,14 @@ def from_folder(task: Task, folder: Path) -> DataSource:
 def simulated_part(task: Task, client: int) -> DataSource:
     """The part of the task's own data that this client has in simulation."""
 
-    def take(rules: Federated, seed: int) -> Data:
+    def take(rules: Federated, seed: int) -> HoldingOut:
         data = data_of(task)
         parts, count = divided(data.train, task, rules, "iid", seed), size_of(data.validation)
         own = range(client * count // rules.clients, (client + 1) * count // rules.clients)
-        return Data(Subset(data.train, parts.part(client).tolist()), Subset(data.validation, own), data.test)
+        # Held out of all parts at once, as in simulation.
+        parts, held = (parts, None) if rules.personal is None else held_out(parts, rules.personal.held, seed)
+        own_data = Data(Subset(data.train, parts.part(client).tolist()), Subset(data.validation, own), data.test)
+        return HoldingOut(own_data, Subset(data.train, [] if held is None else held.part(client).tolist()))
 
     return take
 
@@ -101,6 +128,8 @@ class _Outfit:
 
     client: int
     data: Data
+    held: Dataset[Any]
+    """What no model is trained on; personal models are scored on it."""
     rules: Federated
     trainer: LocalTrainer
     schedule: Any
@@ -110,6 +139,9 @@ class _Outfit:
     layout: Any
     format: UpdateFormat
     states: ClientStates | None
+    personal: PersonalTrainer | None
+    own: ClientStates
+    """Where the client's own model is kept."""
     secure: SecureMean | None
     """Encodes updates for secure sums."""
     advanced: int = 0
@@ -127,10 +159,14 @@ class ClientWork:
     report: Callable[[str], None]
     """Shows a line."""
     last_score: float | None = None
+    personal: tuple[float, ...] | None = None
+    """Scores of the final model and of this client's own on what it holds out."""
     _flat: FlatModel = field(init=False)
     _jobs: queue.SimpleQueue[tuple[Any, Any]] = field(default_factory=queue.SimpleQueue[Any])
     _abandoned: set[int] = field(default_factory=set[int])
-    _unsettled: dict[int, ClientState] = field(default_factory=dict[int, ClientState])
+    _unsettled: dict[int, list[tuple[ClientStates, ClientState]]] = field(
+        default_factory=dict[int, "list[tuple[ClientStates, ClientState]]"]
+    )
     _unsent: ClientUpdate | None = None  # Waits for its secure sum.
     _number: int = 0  # The round that it trains for.
     _outfit: _Outfit | None = None
@@ -203,10 +239,8 @@ class ClientWork:
         rules = strategy.exchange
         if not isinstance(rules, Federated):
             raise StrategyError(f"the server runs {strategy}, which is not federated.")
-        data, task, flat = self.source(rules, welcome.seed), self.task, self._flat
-        if isinstance(data.train, IterableDataset):
-            raise DataError("the training data is a stream, and a client goes over its examples in random order.")
-        examples = size_of(data.train)
+        parted, task, flat = self.source(rules, welcome.seed), self.task, self._flat
+        data, examples = parted.data, size_of(parted.data.train)
         optimizer = task.optimizer(flat.parameters)
 
         def loss(batch: Any) -> Tensor:
@@ -214,10 +248,11 @@ class ClientWork:
                 raise AbandonedError
             return check_loss(task.loss(flat.module, batch), type(task).__name__)
 
-        size = None if rules.batch == "full" else rules.batch
-        trainer = LocalTrainer(
-            flat, optimizer, loss, examples_of(data.train, task.collate), welcome.seed, rules.epochs, size
-        )
+        def trainer(seed: int, epochs: int) -> LocalTrainer:
+            size = None if rules.batch == "full" else rules.batch
+            return LocalTrainer(flat, optimizer, loss, examples_of(data.train, task.collate), seed, epochs, size)
+
+        own = None if (setting := rules.personal) is None else trainer(mixed(welcome.seed, STREAM), setting.epochs)
         server = rules.algorithm.server(flat, rules.clients)
         layout = layout_of(strategy, flat)
         filters = update_filters(strategy, layout, welcome.seed)
@@ -226,8 +261,9 @@ class ClientWork:
         self._outfit = _Outfit(
             client=welcome.client,
             data=data,
+            held=parted.held,
             rules=rules,
-            trainer=trainer,
+            trainer=trainer(welcome.seed, rules.epochs),
             schedule=task.schedule(optimizer),
             side=rules.algorithm.client(flat, server),
             start=server.start_message(),
@@ -235,6 +271,8 @@ class ClientWork:
             layout=layout,
             format=UpdateFormat.of(layout, filters),
             states=ClientStates(self.folder / (welcome.federation or "state")) if keeps else None,
+            personal=None if setting is None or own is None else PersonalTrainer(setting, own),
+            own=ClientStates(self.folder / f"{welcome.federation or 'state'}-personal"),
             secure=sums if isinstance(sums, SecureMean) else None,
         )
         self.report(f"joined as client {welcome.client}, with {examples:,} examples: {welcome.strategy}")
@@ -249,6 +287,7 @@ class ClientWork:
         self.report(f"round {task.number}: training" + ("" if score is None else f" (score {score:.4g})"))
         visit = Visit(outfit.client, task.number, np.arange(size_of(outfit.data.train), dtype=np.int64))
         state = None if outfit.states is None else outfit.states.read(outfit.client, task.number)
+        self._unsettled = {task.number: self._trained_own(outfit, visit, base)}
         if outfit.rules.algorithm.whole_gradient:
             result = outfit.trainer.gradient(visit, base)
         else:
@@ -257,8 +296,8 @@ class ClientWork:
         update, own = result.update, outfit.format.compression if outfit.secure is None else None
         for each in outfit.filters:
             update = update if each is own else each.apply(update, outfit.client, task.number, state)
-        if state is not None:
-            self._unsettled = {task.number: state}
+        if state is not None and outfit.states is not None:
+            self._unsettled[task.number].append((outfit.states, state))
         if outfit.secure is not None:
             size = float(size_of(outfit.data.train))
             copy = update.detach().clone()
@@ -291,6 +330,27 @@ class ClientWork:
         except OffbeatError as error:
             return str(error)
 
+    def _trained_own(self, outfit: _Outfit, visit: Visit, base: Tensor) -> list[tuple[ClientStates, ClientState]]:
+        """Train the client's own model, if it has one; it is kept if the update counts."""
+        if outfit.personal is None or not outfit.personal.setting.trains_in_rounds:
+            return []
+        kept = outfit.personal.in_round(visit, base, outfit.own.read(outfit.client, visit.number))
+        return [] if kept is None else [(outfit.own, kept)]
+
+    def _own_scores(self, outfit: _Outfit, number: int, base: Tensor) -> tuple[float, ...] | None:
+        """Scores of the final model and of the client's own, which becomes a file; None without examples for it."""
+        examples = size_of(outfit.data.train)
+        if outfit.personal is None or not examples or not size_of(outfit.held):
+            return None
+        visit = Visit(outfit.client, number, np.arange(examples, dtype=np.int64))
+        kept = outfit.own.read(outfit.client, number + 1)
+        result = outfit.personal.scores(visit, base, kept, lambda: score_on(self.task, self.module, outfit.held))
+        if result is None:
+            return ()
+        self._flat.load(result[1].tensors[MODEL])
+        save_model(self.module, self.folder / PERSONAL_FILE)
+        return result[0]
+
     def _keep(self, finish: Finish, model: Payload) -> Goodbye:
         outfit = self._ready()
         base = self._received(outfit, model)
@@ -298,8 +358,13 @@ class ClientWork:
         self.folder.mkdir(parents=True, exist_ok=True)
         save_model(self.module, self.folder / MODEL_FILE)
         score, scored = self._score(outfit, base) if finish.score else (None, 0)
-        self.report("the last round is over" + ("" if score is None else f": score {score:.4g} on own data"))
-        return Goodbye(score, scored)
+        self._advance(outfit, finish.number)
+        self._number = -1  # Nobody abandons this.
+        self.personal = self._own_scores(outfit, finish.number, base)
+        own = "; its own model {:.4g} instead of {:.4g} on what it held out".format(*reversed(self.personal or (0, 0)))
+        words = "" if score is None else f": score {score:.4g} on own data"
+        self.report(f"the last round is over{words}{own if self.personal else ''}")
+        return Goodbye(score, scored, self.personal)
 
     def _ready(self) -> _Outfit:
         if self._outfit is None:
@@ -335,6 +400,7 @@ class ClientWork:
 
     def _conclude(self, number: int, fate: str, why: str) -> None:
         self.report(f"round {number}: {fate}" + (f": {why}" if why else ""))
-        state, outfit = self._unsettled.pop(number, None), self._outfit
-        if fate == "accepted" and state is not None and outfit is not None and outfit.states is not None:
-            outfit.states.write(outfit.client, number, state, number)
+        pending, outfit = self._unsettled.pop(number, []), self._outfit
+        if fate == "accepted" and outfit is not None:
+            for states, state in pending:
+                states.write(outfit.client, number, state, number)

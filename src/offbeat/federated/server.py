@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -35,6 +35,7 @@ from offbeat.runtime.run.result import Result, failure
 from offbeat.runtime.run.settings import Goal, Target
 from offbeat.runtime.state.random_state import seed_everything
 from offbeat.strategies import Combined, Strategy, combined, parse
+from offbeat.strategies.federated.personal import compared
 from offbeat.strategies.federated.strategy import Federated
 from offbeat.strategies.federated.update_path import rules_of
 from offbeat.task import Task, TaskReference
@@ -94,8 +95,6 @@ class Federation:
         rules = strategy.exchange
         if not isinstance(rules, Federated):
             raise StrategyError(f"{strategy} is not federated: say for example 'federated(clients=3, fraction=1)'.")
-        if rules.personal is not None:
-            raise StrategyError(f"personal={rules.personal} is trained in simulation only so far. Omit it.")
         if rules.algorithm.buffer is not None:
             raise StrategyError(
                 f"{rules.algorithm.name} has no rounds, and deployed clients work in rounds. Use another algorithm, or "
@@ -397,6 +396,7 @@ class _Serving:
         counts: Mapping[str, Any] = {
             **state.counts,
             **work.path.aggregation.notes(),
+            **_personal(rules, state.round.personal if state.phase in ("finishing", "finished") else []),
             "rounds": state.number,
             "clients": rules.clients,
             "bytes_down": sum(peer.bytes_sent for peer in traffic),
@@ -435,6 +435,14 @@ def _built(reference: TaskReference) -> Task:
             f"{reference} has no model and no loss, and federated rounds need both. Give a subclass of Task."
         )
     return task
+
+
+def _personal(rules: Federated, scores: Sequence[tuple[float, ...]]) -> dict[str, Any]:
+    """The result's entry on clients' own models, as far as they have reported scores."""
+    if rules.personal is None:
+        return {}
+    pairs = [(own[0], own[1]) for own in scores if own]
+    return {"personal": compared(rules.personal, pairs, len(scores) - len(pairs))}
 
 
 def _enrolled(keys: Keys | None, clients: int) -> list[Name] | None:

@@ -24,7 +24,7 @@ from offbeat.protocols.federated.messages import ClientFailure
 from offbeat.protocols.federated.round_server import RoundServer
 from offbeat.run.job import Script, target_of
 from offbeat.runtime.run.folder import RunFolder, part
-from offbeat.runtime.run.report import amount, headline
+from offbeat.runtime.run.report import amount, headline, personal_in_words
 from offbeat.task import TaskReference
 
 _LINE_EVERY = 5.0
@@ -50,6 +50,7 @@ def serve(options: FederatedServerOptions) -> None:
         "rounds": f"{counts['rounds']:,}, {counts['failed_rounds']:,} without an update of the model",
         "updates": f"{counts['updates']:,} count" + (f"; {lost}" if lost else ""),
         "traffic": f"{amount(counts['bytes_down'])} to clients, {amount(counts['bytes_up'])} from them",
+        **({"personal models": personal_in_words(counts["personal"])} if "personal" in counts else {}),
         "everything is in": str(result.run),
     }
     for name, text in lines.items():

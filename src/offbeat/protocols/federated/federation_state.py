@@ -28,6 +28,7 @@ class RoundStatus(Struct):
     refused: list[int] = []
     took: list[float] = []  # Seconds from the round's start to each update, without those of killed servers.
     scores: list[tuple[float, int]] = []  # Of the model that they got, each on so many examples.
+    personal: list[tuple[float, ...]] = []  # Of the final model and of clients' own; empty: a client has none.
     secure: SecureProgress | None = None  # The secure sum of their updates, once it has begun.
     failure: str = ""  # Why there is no secure sum.
 
@@ -35,6 +36,9 @@ class RoundStatus(Struct):
         """Take in a client's score."""
         if message.score is not None and math.isfinite(message.score) and message.scored > 0:
             self.scores.append((message.score, message.scored))
+        own = message.personal if isinstance(message, Goodbye) else None
+        if own is not None and (not own or (len(own) == 2 and all(map(math.isfinite, own)))):
+            self.personal.append(own)
 
     @property
     def outstanding(self) -> list[int]:

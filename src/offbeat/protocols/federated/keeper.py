@@ -93,7 +93,7 @@ class FederationKeeper(ABC):
         self._asked[client] = now
         state, every, to = self._state, self._terms.score_every, self._roster.name_of(client)
         if state.phase == "finishing":
-            effects.send(to, Finish(state.version, every is not None), self._model)
+            effects.send(to, Finish(state.version, every is not None, state.number), self._model)
         else:
             score = every is not None and state.number > 1 and (state.number - 1) % every == 0
             accepted = state.accepted.get(client, 0)

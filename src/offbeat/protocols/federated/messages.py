@@ -69,6 +69,7 @@ class Goodbye(Struct, frozen=True, tag=True):
 
     score: float | None = None
     scored: int = 0
+    personal: tuple[float, ...] | None = None  # Scores of this model and of the client's own; empty: it has none.
 
 
 class Welcome(Struct, frozen=True, tag=True):
@@ -130,6 +131,7 @@ class Finish(Struct, frozen=True, tag=True):
 
     version: int
     score: bool
+    number: int = 0  # Rounds that are over.
 
 
 class Farewell(Struct, frozen=True, tag=True):
