@@ -97,7 +97,9 @@ def test_updates_can_be_swept() -> None:
         ("server(update=lambda w, g: (lambda x: x(x))(lambda x: x(x)))", "applied to itself"),
         ("server(update=lambda w, g: w + {1, 2})", "is a set"),
         ("server(update=nowhere.lam)", "cannot be read"),
-        ("server(shards=2, update=clipped_sgd)", "looks at the whole vector"),
+        ("server(shards=2, consistency=asp, update=lambda w, g: w - norm(w) * g)", "under asp shards are at different"),
+        ("server(shards=2, consistency=ssp(2), update=lambda w, g: w - norm(lr * g) * g)", "sum `g` alone"),
+        ("coded(shards=2, update=clipped_sgd)", "a coded step is decoded shard by shard"),
         ("server(consistency=asp, staleness_scaling=True, update=sgd)", "the update says what is done"),
         ("server(update=lambda w, g: " + "+".join(f"sqrt(w+{n})" for n in range(150)) + ")", "operations per element"),
     ],
@@ -124,6 +126,18 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adam": lambda params: optim.Adam(params, lr=0.1),
     "adamw": lambda params: optim.AdamW(params, lr=0.1),
 }
+
+
+class ClippedSGD(optim.SGD):
+    """The usual recipe: clip the gradients of the whole model, then step."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+        return super().step(closure)
+
+
+OPTIMIZERS["clipped"] = lambda params: ClippedSGD(params, lr=0.1)
 
 
 class Bend(offbeat.Task):
@@ -167,13 +181,34 @@ def learn(launcher: Launcher, tmp_path: Path) -> Learn:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "workers"), [("adagrad", 1), *((name, 2) for name in OPTIMIZERS)])
+@pytest.mark.parametrize(
+    ("name", "workers"), [("adagrad", 1), *((name, 2) for name in OPTIMIZERS if name != "clipped")]
+)
 def test_a_program_learns_what_the_optimizer_of_its_name_does(learn: Learn, name: str, workers: int) -> None:
     built_in = learn("server(shards=2)", workers, name)
     program = learn(f"server(shards=2, update={name})", workers)
     same(parameters(built_in), parameters(program), tolerance=1e-5)
     assert [applied(account) for account in program.servers] == [16 * workers] * 2
     assert program.update["program"] == name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "workers", "faults"),
+    [
+        ("server(shards=4, update=clipped_sgd(0.5))", 2, {}),
+        ("server(shards=2, replicas=1, update=clipped_sgd(0.5))", 2, {"disturb": "server 1: kill at step 7"}),
+        ("server(shards=3, consistency=asp, update=clipped_sgd(0.5))", 1, {}),
+    ],
+)
+def test_clipping_by_a_norm_over_all_shards_is_torchs_clip_grad_norm_over_the_model(
+    learn: Learn, strategy: str, workers: int, faults: dict[str, str]
+) -> None:
+    clipped, program = learn("single", 1, "clipped"), learn(strategy, workers, **faults)
+    same(parameters(clipped), parameters(program), tolerance=1e-5)
+    assert len(program.died) == len(faults)
+    with pytest.raises(AssertionError):
+        same(parameters(learn("single", 1)), parameters(program), tolerance=1e-3)
 
 
 @pytest.mark.slow
@@ -193,7 +228,8 @@ def test_a_program_loses_nothing_when_a_primary_is_killed(learn: Learn) -> None:
         ("server(consistency=ssp(2, eager), replicas=1, update=rmsprop) + topk(0.5)", 2),
         ("server(consistency=asp, update=delay_compensated(0.5))", 2),
         ("server(consistency=asp, update=lambda w, g: w - lr / (1 + staleness) * g)", 2),
-        ("server(consistency=drop_slowest(1), update=clipped_sgd)", 3),
+        ("server(consistency=drop_slowest(1), shards=2, update=clipped_sgd)", 3),
+        ("server(consistency=ssp(2), shards=2, update=lambda w, g, n: (w - lr * g / (1 + norm(g)), n + mean(g)))", 2),
         ("server(consistency=deadline(0.5), update=momentum) + accumulate(2)", 2),
         ("coded(update=adam)", 2),
     ],
@@ -249,3 +285,12 @@ def test_under_asp_servers_keep_what_a_program_reads() -> None:
     assert Server(consistency=ASP(), update="delay_compensated").rule.remembers  # type: ignore[arg-type]
     assert not Server(consistency=ASP(), update="adam").rule.remembers  # type: ignore[arg-type]
     assert not Server(update="delay_compensated").rule.remembers  # type: ignore[arg-type]
+
+
+def test_servers_make_sums_over_all_shards_only_where_there_are_several_and_all_make_steps_together() -> None:
+    assert parse("server(shards=2, update=clipped_sgd)").rule.reductions == (("dot",),)  # type: ignore[attr-defined]
+    nested = parse("server(shards=2, update=lambda w, g: w - sum(g / norm(w)) * g)")
+    assert nested.rule.reductions == (("dot",), ("sum",))  # type: ignore[attr-defined]
+    for text in ("server(update=clipped_sgd)", "server(shards=2, update=adam)"):
+        assert not parse(text).rule.reductions  # type: ignore[attr-defined]
+    assert not parse("server(shards=2, consistency=asp, update=clipped_sgd)").rule.reductions  # type: ignore[attr-defined]

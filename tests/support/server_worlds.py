@@ -28,7 +28,15 @@ from offbeat.protocols.servers.messages import (
     server_name,
 )
 from offbeat.protocols.servers.replica.server import ServerMachine
-from offbeat.protocols.servers.replica.works import AccumulateGradient, Discard, Inspect, ReadShard, Restore, Update
+from offbeat.protocols.servers.replica.works import (
+    AccumulateGradient,
+    Discard,
+    Inspect,
+    ReadShard,
+    ReduceGradients,
+    Restore,
+    Update,
+)
 from offbeat.protocols.servers.worker.client import ClientMachine
 from offbeat.protocols.servers.worker.notices import (
     Arrived,
@@ -78,6 +86,8 @@ class Store:
     discarded: list[Gradient] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kept: dict[int, float] = field(default_factory=dict)
+    totals: list[tuple[float, ...]] = field(default_factory=list)
+    """Sums over all shards, by update."""
     late: int = 0
     """Gradients that were computed from an earlier version, which was kept."""
 
@@ -96,7 +106,15 @@ class Store:
             case AccumulateGradient():
                 self.used.append(work.payload.handle)
                 self.total += work.weight * work.payload.handle.value
+            case ReduceGradients():
+                self.total *= work.scale if work.level == 0 else 1.0
+                # The second level depends on what the first one has given.
+                return (self.total, self.total) if work.level == 0 else (self.total * work.totals[1],)
+            case Update(payload=None) if work.refused:
+                self.total = 0.0
+                self.versions.append(work.version)
             case Update(payload=None):
+                self.totals.append(work.totals)
                 self.value += work.scale * self.total
                 self.total = 0.0
                 self.versions.append(work.version)

@@ -184,7 +184,13 @@ class Server(ServerExchanging):
         """The consistency's; delay compensation also needs the parameters that a gradient was computed from."""
         rule, program = rule_of(self.consistency), self.program
         remembers = self.delay_compensation > 0 or (program is not None and program.program.uses_read)
-        return structs.replace(rule, remembers=remembers and not rule.aggregated, proves=program is not None)
+        summed = rule.aggregated and program is not None and self.shards > 1
+        return structs.replace(
+            rule,
+            remembers=remembers and not rule.aggregated,
+            proves=program is not None,
+            reductions=program.reductions if summed and program is not None else (),
+        )
 
     def rhythm(self) -> RhythmOf:
         """When workers read depends on how stale that may be."""
@@ -238,7 +244,8 @@ class ServerWorker(SnapshotPushWorker):
         if self._own_updates is not None and slot is not None:
             # Also before a read, which replaces the values, so that the states miss no gradient of this worker.
             workers = len(self.group.membership.members)
-            self._own_updates.step(queue.slots[slot], queue.absent[slot], queue.settings(), workers)
+            totals = queue.totals_of(queue.slots[slot])
+            self._own_updates.step(queue.slots[slot], queue.absent[slot], queue.settings(), workers, totals)
         # With one worker its mean is the step's: multiplying and dividing by the weight would only round it.
         weighed = link.rule.aggregated and self.group.size > 1
         driver.perform(exchange.actions, lambda: slot, max(self.examples, 1e-9) if weighed else 1.0)

@@ -206,6 +206,13 @@ class ValueGraph:
                 return self.add(GraphValue(name, tuple(sorted(arguments))))
 
 
+def join_reductions(operation: str, parts: Sequence[float], nothing: float = -math.inf) -> float:
+    """A reduction over all numbers, from those of their parts; `nothing` is the largest of none."""
+    if operation != "largest":
+        return float(sum(parts))
+    return max(parts, default=nothing) if all(part == part for part in parts) else math.nan
+
+
 def compute(operation: str, *numbers: float) -> float:
     """A scalar operation on numbers; raises ProgramError where the result is not a finite real number."""
     function = OPERATIONS[operation].compute

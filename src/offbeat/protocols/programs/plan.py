@@ -109,6 +109,14 @@ class Plan:
             tuple(step.value for step in part.instructions if step.target is None) for part in self.passes[:-1]
         )
 
+    @property
+    def reduces_gradient_only(self) -> bool:
+        """Whether its reductions need nothing but the gradient, so that whoever has all of that can make them."""
+        before = self.passes[:-1]
+        places = [place for part in before for step in part.instructions for place in step.vectors]
+        names = {self.values[scalar].name for part in before for scalar in part.scalars} - {"", "length"}
+        return not names and all(place.kind != "input" or place.number == 1 for place in places)
+
     @cached_property
     def hash(self) -> str:
         """A hash of all instructions: programs of equal hashes do the same."""

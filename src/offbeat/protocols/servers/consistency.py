@@ -29,6 +29,8 @@ class Rule(Struct, frozen=True):
     cyclic: bool = False  # Use the code that repeats parts cyclically.
     remembers: bool = False  # Replicas keep the values that gradients may still be computed from, to correct late ones.
     proves: bool = False  # An update may fail, as a program's whose result is NaN: pushes are answered after it.
+    reductions: tuple[tuple[str, ...], ...] = ()
+    """Sums over all shards that the update of a step takes, by level: each level's are of what those before it give."""
 
     def __post_init__(self) -> None:
         """Refuse invalid bounds, and dropping where no step is waited for."""
@@ -40,6 +42,10 @@ class Rule(Struct, frozen=True):
             raise UsageError(f"deadline({self.deadline}) makes no sense: give a number of seconds above 0.")
         if self.coded < 0:
             raise UsageError(f"coded({self.coded}) makes no sense: give the number of workers not waited for.")
+        if self.reductions and (self.bound != 0 or self.coded):
+            raise UsageError(
+                "sums over all shards are of a step's gradients: they need a bound of 0 (bsp) and no code."
+            )
         if self.closes and self.bound != 0:
             raise UsageError("drop_slowest, deadline and coded close a step for all: they need a bound of 0 (bsp).")
 

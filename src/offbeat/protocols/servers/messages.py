@@ -157,6 +157,8 @@ class Push(_WorkerRequest, frozen=True, tag=True, kw_only=True):
     counts: bool = False  # It counts alone, by its own weight, whether other parts come or not: a microbatch.
     settings: Settings = ()
     version: int = 0  # Version of the values it was computed from.
+    totals: tuple[float, ...] = ()
+    """Reductions over the whole gradient, of which this shard's is a part, for updates that take them."""
     then_pull: int = 0  # Number of a pull, for the next step, to be answered right after this push; 0: none.
     colour: int = 0  # The newest snapshot that its sender has been cut by; see `snapshots`.
 
@@ -284,7 +286,19 @@ class LoadRefused(Struct, frozen=True, tag=True):
     reason: str
 
 
-Entry = Push | PushRefused | Load | LoadRefused | Enter | StepDeadline | Members
+class ShardTotals(Struct, frozen=True, tag=True):
+    """Reductions of one level over all shards' gradients of a step: the update may take them.
+
+    An entry of the log; and a reply to a shard that still lacks them.
+    """
+
+    step: int
+    level: int
+    values: tuple[float, ...] = ()
+    reason: str = ""  # Why there are none: the step is refused on all shards.
+
+
+Entry = Push | PushRefused | Load | LoadRefused | Enter | StepDeadline | Members | ShardTotals
 """Entries of a shard's log. Replicas that have applied the same entries are equal."""
 
 
@@ -304,6 +318,16 @@ class Replicated(Struct, frozen=True, tag=True):
     index: int
 
 
+class ShardPartial(Struct, frozen=True, tag=True):
+    """A shard's part of the reductions of one level over a step's gradient, for the other shards' primaries."""
+
+    shard: int
+    step: int
+    level: int
+    values: tuple[float, ...] = ()
+    reason: str = ""  # Why there is none.
+
+
 class ShardState(Struct, frozen=True, kw_only=True):
     """A shard between two steps, without its numbers."""
 
@@ -317,6 +341,7 @@ class ShardState(Struct, frozen=True, kw_only=True):
     overdue: bool = False
     counts: dict[str, int] = {}  # Pushes by status.
     origins: tuple[tuple[int, int], ...] = ()  # By worker, the version its last gradient was computed from.
+    totals: tuple[ShardTotals, ...] = ()  # Of the last step, which another shard may still lack.
 
 
 class Volunteer(Struct, frozen=True, tag=True):
@@ -481,7 +506,7 @@ class Acknowledged(_WorkerReply, frozen=True, tag=True, kw_only=True):
 
 Request = Push | Pull | Fetch | Load | Enter | Turned | Trial  # What a worker asks of a shard's primary.
 Reply = PushReply | PullReply | Fetched | Entered | Acknowledged | Tried
-_OfReplicas = Replicate | Replicated | Volunteer | Install | BackupReady | Fenced
+_OfReplicas = ShardPartial | ShardTotals | Replicate | Replicated | Volunteer | Install | BackupReady | Fenced
 _OfViews = Heartbeat | JoinRequest | Leave | Gone | Viewed | Lost
 _OfMeetings = MeetingArrival | Bring | Awaiting | Met
 _OfSnapshots = Want | Announce | SnapshotWritten | ShardRecorded

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offbeat.errors import NonFiniteError, ProgramError
 from offbeat.protocols.programs.bounds import Interval, NumberType, bounds_of
-from offbeat.protocols.programs.graph import compute
+from offbeat.protocols.programs.graph import compute, join_reductions
 from offbeat.protocols.programs.plan import ChunkPlace, Instruction, Pass, Plan, plan_of
 from offbeat.protocols.programs.program import Program
 from offbeat.runtime.programs.kernels import Kernel, kernel_of
@@ -165,7 +165,8 @@ class CompiledProgram:
     def joined(self, level: int, parts: Sequence[Sequence[float]]) -> tuple[float, ...]:
         """The reductions of a level over all numbers, from those over their parts."""
         numbers = self.plan.reductions[level]
-        return tuple(self.reduced(number, each) for number, each in zip(numbers, zip(*parts, strict=True), strict=True))
+        columns = [[part[place] for part in parts] for place in range(len(numbers))]
+        return tuple(self.reduced(number, column, -math.inf) for number, column in zip(numbers, columns, strict=True))
 
     def _known(self, scalars: Mapping[str, float], length: int) -> dict[int, float]:
         """The values of the scalars that a plan starts from."""
@@ -193,9 +194,7 @@ class CompiledProgram:
 
     def reduced(self, number: int, parts: Sequence[float], nothing: float = 0.0) -> float:
         """A reduction of all numbers, from those of their parts."""
-        if self.plan.values[number].operation != "largest":
-            return sum(parts)
-        return max(parts, default=nothing) if all(part == part for part in parts) else math.nan
+        return join_reductions(self.plan.values[number].operation, parts, nothing)
 
     @torch.no_grad()
     def run_pass(

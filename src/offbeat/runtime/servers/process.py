@@ -46,7 +46,7 @@ class _Watch:
         machine = self._machine
         if self._view is not machine.view:
             self._view = machine.view
-            self._lines.reach(self._view.replicas(machine.number))
+            self._lines.reach(peers_of(machine))
         if self._notes is not None:
             self._notes.after(event, effects)
         if (self._disturber is None or self._disturber.active) and machine.serving:
@@ -61,6 +61,13 @@ class _Watch:
         """Inject no more faults."""
         if self._disturber is not None:
             self._disturber.close()
+
+
+def peers_of(machine: ServerMachine) -> list[str]:
+    """The servers that a server sends to: copies of its shard and, where updates take sums over all, other shards."""
+    view = machine.view
+    others = view.primaries if machine.shard.rule.reductions else ()
+    return [*view.replicas(machine.number), *filter(None, others)]
 
 
 def serve(config: Mapping[str, Any], control: Control) -> None:
@@ -85,7 +92,7 @@ def serve(config: Mapping[str, Any], control: Control) -> None:
     lines = Lines(plan, endpoint)
     watch = _Watch(machine, lines, disturb, recorder)
     try:
-        lines.reach([COORDINATOR, *plan.view.replicas(shard)])
+        lines.reach([COORDINATOR, *peers_of(machine)])
         drive(machine, endpoint, numbers.do, until=lambda: machine.retired, inbox=inbox, after=watch.after)
         print(
             f"{name} gave no sign of life for {plan.timing.silence:g} s and was declared dead (epoch "

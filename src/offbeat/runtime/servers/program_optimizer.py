@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from offbeat.errors import ProgramError
+from offbeat.errors import NonFiniteError, ProgramError
 from offbeat.protocols.programs.bounds import Interval
 from offbeat.protocols.programs.plan import Plan, plan_of
 from offbeat.protocols.programs.program import Program
@@ -59,7 +60,9 @@ class ProgramOptimizer(Optimizer):
     they are computed beside the old vectors, looked at, and copied.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], program: Program, owns: bool = True) -> None:
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any]], program: Program, owns: bool = True, length: int = 0
+    ) -> None:
         self._program, self._compiled = program, compiled(program)
         self.whole = looks_at_whole(self._compiled.plan)
         """Whether it needs all of the vector at once."""
@@ -71,7 +74,9 @@ class ProgramOptimizer(Optimizer):
         """What the coming gradient was computed from, of each parameter."""
         self.magnitude: float | None = None
         """What no number of the coming gradient exceeds; None: unknown."""
-        self._owns = owns
+        self.totals: tuple[float, ...] = ()
+        """Reductions over all shards, where these are not all numbers; empty: over these."""
+        self._owns, self._length = owns, length
         self._bounds: dict[Parameter, dict[int, Interval]] = {}
         super().__init__([dict(group) for group in groups], {"lr": 0.0})
 
@@ -80,7 +85,7 @@ class ProgramOptimizer(Optimizer):
         """Take one step; raises NonFiniteError, and changes nothing, if a result is not finite."""
         del closure
         inputs = self._inputs()
-        totals = self._totals(inputs) if self._compiled.plan.reductions else ()
+        totals = self.totals or self._totals(inputs)
         updates = [self._compiled.prepare(member.vectors, member.scalars, totals) for member in inputs]
         known = None if self.magnitude is None else (-self.magnitude, self.magnitude)
         proved = [update.proved(self._kept(member), known) for member, update in zip(inputs, updates, strict=True)]
@@ -108,12 +113,24 @@ class ProgramOptimizer(Optimizer):
         kept = self._bounds.get(member.parameter, {})
         return kept if self._owns else {number: bounds for number, bounds in kept.items() if number}
 
+    def partials(self, level: int, totals: tuple[float, ...]) -> tuple[float, ...]:
+        """The reductions of one level over these numbers; not numbers where they have no finite value."""
+        try:
+            return self._partials(self._inputs(), level, totals)
+        except (NonFiniteError, ProgramError):
+            return (math.nan,) * len(self._compiled.plan.reductions[level])
+
+    def _partials(self, inputs: Sequence[_MemberInput], level: int, totals: tuple[float, ...]) -> tuple[float, ...]:
+        parts = [self._compiled.partials(level, member.vectors, member.scalars, totals) for member in inputs]
+        return self._compiled.joined(level, parts)
+
     def _totals(self, inputs: Sequence[_MemberInput]) -> tuple[float, ...]:
         """All reductions, over all members."""
+        if self._length and self._compiled.plan.reductions:
+            raise ProgramError("The program looks at the whole vector, and this push has no sums over all shards.")
         totals: tuple[float, ...] = ()
         for level in range(len(self._compiled.plan.reductions)):
-            parts = [self._compiled.partials(level, member.vectors, member.scalars, totals) for member in inputs]
-            totals += self._compiled.joined(level, parts)
+            totals += self._partials(inputs, level, totals)
         return totals
 
     def _inputs(self) -> list[_MemberInput]:
@@ -122,7 +139,7 @@ class ProgramOptimizer(Optimizer):
         for group in self.param_groups:
             members = [member for member in group["params"] if member.grad is not None]
             inputs += [self._input(member, member.grad, float(group["lr"])) for member in members]
-        length = float(sum(len(member.vectors[0]) for member in inputs))
+        length = float(self._length or sum(len(member.vectors[0]) for member in inputs))
         for member in inputs:
             member.scalars["length"] = length
         return inputs

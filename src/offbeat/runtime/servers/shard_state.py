@@ -97,6 +97,8 @@ class Numbers:
                 self._sum.restart()
                 self.version = work.version
                 return reason
+            case works.ReduceGradients():
+                return None if self.updater is None else self.updater.reduce(work)
             case works.AccumulateGradient(payload, weight):
                 self._sum.add(payload, weight, work)
             case works.ReadShard(state, start, stop, kept):

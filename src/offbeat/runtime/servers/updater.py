@@ -21,7 +21,7 @@ from offbeat.errors import NonFiniteError, ProgramError, RunError
 from offbeat.protocols.compression import AnyFormat
 from offbeat.protocols.machine import Payload
 from offbeat.protocols.servers.messages import Settings
-from offbeat.protocols.servers.replica.works import AccumulateGradient, Update
+from offbeat.protocols.servers.replica.works import AccumulateGradient, ReduceGradients, Update
 from offbeat.runtime.compression import Coder
 from offbeat.runtime.gradients.optimizers import ELEMENT_WISE
 from offbeat.runtime.servers.program_optimizer import ProgramOptimizer, accepted
@@ -136,6 +136,14 @@ class GradientSum:
         if self._empty:
             self.total.fill(0)
 
+    def scale(self, factor: float) -> None:
+        """Multiply the sum by a factor."""
+        if factor == 1.0:
+            return
+        np.multiply(self.total, self.total.dtype.type(factor), self.total)
+        if self.magnitude is not None:  # Rounding may add the smallest number.
+            self.magnitude = 1.01 * self.magnitude * abs(factor) + float(np.finfo(self.total.dtype).tiny)
+
     def restart(self) -> None:
         """Start the next step."""
         self._empty, self.covered, self.magnitude = True, [], None
@@ -147,6 +155,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: str  # Name of a torch optimizer, `add`, or `program`.
     program: str = ""  # Text of a program in the language for servers, and the hash of its plan.
     program_hash: str = ""
+    length: int = 0  # Trained numbers on all shards, for a program with sums over them; 0: this shard has all.
     kind: str = "float32"
     ranges: tuple[tuple[tuple[int, int], ...], ...] = ()  # Ranges of the shard in each parameter group.
     pieces: tuple[tuple[tuple[int, int], ...], ...] = ()  # The same, split at parameter boundaries; empty: unknown.
@@ -183,15 +192,18 @@ class Updater:
             groups.append({"params": members, **settings})
         if self._members and self.recipe.optimizer == PROGRAM:
             program = accepted(self.recipe.program, self.recipe.program_hash)[0]
-            self._optimizer, self._sum.measures = ProgramOptimizer(groups, program, self._owns), True
+            self._optimizer, self._sum.measures = (
+                ProgramOptimizer(groups, program, self._owns, self.recipe.length),
+                True,
+            )
         elif self._members:
             self._optimizer = cast("Any", ELEMENT_WISE[self.recipe.optimizer])(groups)
 
     def update(self, work: Update, version: int) -> str:
         """Take one step from the values of this version; the result is why nothing has changed, or empty."""
-        if self._optimizer is not None:
-            for group, changed in zip(self._optimizer.param_groups, work.settings, strict=False):
-                group.update({name: value for name, value in changed.items() if name in group})
+        self._adopt(work.settings)
+        if work.refused:
+            return work.refused
         if self.recipe.optimizer == ADD:
             self._add(work)
             return ""
@@ -216,11 +228,27 @@ class Updater:
                 member.grad = torch.from_numpy(self._sum.total[low:high])
         return reason
 
+    def _adopt(self, settings: Settings) -> None:
+        """Changed settings of the optimizer's groups."""
+        if self._optimizer is not None:
+            for group, changed in zip(self._optimizer.param_groups, settings, strict=False):
+                group.update({name: value for name, value in changed.items() if name in group})
+
+    def reduce(self, work: ReduceGradients) -> tuple[float, ...] | None:
+        """The reductions of a program of one level over this shard's mean gradient, which level 0 makes of the sum."""
+        self._adopt(work.settings)
+        if work.level == 0:
+            self._sum.clear()
+            self._sum.scale(work.scale)
+        optimizer = self._optimizer
+        if not isinstance(optimizer, ProgramOptimizer):
+            return None  # No trained parameter in this shard.
+        optimizer.staleness, optimizer.workers, optimizer.read = 0, work.workers, Tensor.detach
+        return optimizer.partials(work.level, work.totals)
+
     def _run_program(self, optimizer: ProgramOptimizer, work: Update) -> str:
         optimizer.staleness, optimizer.workers = work.missed, work.workers
-        magnitude, scale = self._sum.magnitude, 1.0 if work.payload is not None else abs(work.scale)
-        smallest = float(np.finfo(self._sum.total.dtype).tiny)  # Rounding may add as much.
-        optimizer.magnitude = None if magnitude is None else 1.01 * magnitude * scale + smallest
+        optimizer.magnitude, optimizer.totals = self._sum.magnitude, work.totals
         then = None if work.payload is None else self.kept.get(work.version - 1 - work.missed)
         places = {id(member): place for member, place in self._members}
 
@@ -248,8 +276,7 @@ class Updater:
         total = self._sum.total
         if work.payload is None:
             self._sum.clear()
-            if work.scale != 1.0:
-                np.multiply(total, total.dtype.type(work.scale), total)
+            self._sum.scale(work.scale)
             return 1.0
         self._sum.add(work.payload, 1.0, work)
         self._sum.clear()

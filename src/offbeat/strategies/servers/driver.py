@@ -126,6 +126,8 @@ class PushQueue:
         """For each slot, a tensor for each parameter."""
         self.absent: list[set[int]] = [set() for _ in range(SLOTS)]
         """For each slot, the parameters that have no gradient in it."""
+        self.totals_of: Callable[[Tensor], tuple[float, ...]] = lambda _: ()
+        """Sums over a whole gradient that go along with its push to each shard."""
         self._sent: list[int | None] = [None] * SLOTS
         self._turn = 0
 
@@ -172,7 +174,8 @@ class PushQueue:
         else:
             parts = self._parts(slot, waited=then_pull or link.rule.eager)
             settings = self._changed_settings()
-        return PushRequest(parts, link.clock, weight, settings, then_pull=then_pull)
+        totals = () if slot is None else self.totals_of(self.slots[slot])
+        return PushRequest(parts, link.clock, weight, settings, totals=totals, then_pull=then_pull)
 
     def settings(self) -> Settings:
         """The current settings of the optimizer's groups."""

@@ -36,6 +36,7 @@ from offbeat.strategies.servers.driver import CompressedPushes, PushQueue, Serve
 from offbeat.strategies.servers.link import ServerLink, served
 from offbeat.strategies.servers.optimizer import Groups, ServerOptimizer
 from offbeat.strategies.servers.parameter_row import ParameterRow, refuse_different_models
+from offbeat.strategies.servers.shard_sums import refuse_partial_sums, sum_over_shards
 from offbeat.strategies.servers.update import ServerUpdate
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, averaged_buffers, refuse_closure
 
@@ -57,8 +58,8 @@ class ServerExchanging(Exchanging):
         count = shards * (1 + replicas)
         why = f"each of {count:,} servers would be a process of its own: at most {SERVERS} are started"
         require(count <= SERVERS, self, name, value, why)
-        why = "the update looks at the whole vector (norm, sum, …), and each shard has only a part of it"
-        require(shards == 1 or self.program is None or not self.program.whole, self, "shards", shards, why)
+        why = "" if self.program is None else self.program.why_not_in_shards(self.rule)
+        require(shards == 1 or not why, self, "shards", shards, why)
 
     @property
     def program(self) -> ServerUpdate | None:
@@ -184,6 +185,9 @@ class PushWorker(Exchange):
         landing = torch.empty_like(row.values) if self.keeps_apart else row.values
         self.driver = ServerDriver(link, row, self._rhythm, PushQueue(link, row, optimizer, pushes), landing)
         self.recipes = optimizer.recipes(row, link.shards, self.compressions, self.seed)
+        if self.update is not None and self.update.whole and len(link.client.view.primaries) > 1:
+            refuse_partial_sums(self.strategy, link, self.compressions)
+            self.recipes = sum_over_shards(self.update, self.recipes, row, link.rule, self.driver.queue)
         self.driver.put(optimizer.first_states(row, self.recipes))
 
     # -- steps -------------------------------------------------------------------------------------------------------

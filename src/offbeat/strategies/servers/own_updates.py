@@ -30,14 +30,16 @@ class OwnUpdates:
             for recipe, values, total in zip(recipes, row.shards(row.values), self._sums, strict=True)
         ]
 
-    def step(self, gradient: Tensor, absent: set[int], settings: Settings, workers: int) -> None:
+    def step(
+        self, gradient: Tensor, absent: set[int], settings: Settings, workers: int, totals: tuple[float, ...] = ()
+    ) -> None:
         """Take a step; where a result is not finite, the servers refuse the push, and nothing changes here either."""
         missing = [self._row.parameters[number] for number in sorted(absent)]
         for shard, (updater, part) in enumerate(zip(self._updaters, self._row.shards(gradient), strict=True)):
             raw = part.numpy().view(np.uint8)
             gaps = self._row.ranges(missing, shard) if missing else ()
             scale, payload = 1 / workers, Payload(raw.nbytes, raw)
-            updater.update(Update(1, scale, settings, payload=payload, absent=gaps, workers=workers), 0)
+            updater.update(Update(1, scale, settings, payload=payload, absent=gaps, workers=workers, totals=totals), 0)
             self._sums[shard].restart()
 
     def state(self) -> list[dict[str, Any]]:

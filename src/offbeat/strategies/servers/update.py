@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
-from torch import optim
+from torch import Tensor, optim
 from torch.optim import Optimizer
 
-from offbeat.errors import ProgramError, StrategyError, did_you_mean
+from offbeat.errors import NonFiniteError, ProgramError, StrategyError, did_you_mean
 from offbeat.protocols.programs.library import RECIPES, recipe_program
 from offbeat.protocols.programs.parser import LONGEST
 from offbeat.protocols.programs.plan import Plan
@@ -18,6 +20,8 @@ from offbeat.protocols.programs.printer import number_text
 from offbeat.protocols.programs.program import Program
 from offbeat.protocols.programs.python_text import python_text
 from offbeat.protocols.programs.sources import program_from
+from offbeat.protocols.servers.consistency import Rule
+from offbeat.runtime.programs.compile import compiled
 from offbeat.runtime.servers.program_optimizer import accepted, looks_at_whole
 from offbeat.runtime.servers.updater import PROGRAM, settings_of
 from offbeat.strategies.language.fields import Notation
@@ -90,6 +94,37 @@ class ServerUpdate(Notation):
     def whole(self) -> bool:
         """Whether it looks at the whole vector, as norms and sums do, and not at each number by itself."""
         return looks_at_whole(self.plan)
+
+    @property
+    def reductions(self) -> tuple[tuple[str, ...], ...]:
+        """What it sums over the whole vector, by level."""
+        return tuple(tuple(self.plan.values[number].operation for number in level) for level in self.plan.reductions)
+
+    def why_not_in_shards(self, rule: Rule) -> str:
+        """Why servers cannot run it on parts of the vector under a rule; empty if they can."""
+        if not self.reductions or (rule.aggregated and not rule.coded):
+            return ""
+        if rule.coded:
+            return "the update looks at the whole vector (norm, sum, …), and a coded step is decoded shard by shard"
+        if not self.plan.reduces_gradient_only:
+            return (
+                "the update sums more than the gradient over the whole vector (parameters, states, lr, step, …), and "
+                f"under {rule} shards are at different steps, so there is no such sum: use bsp, or sum `g` alone"
+            )
+        return ""
+
+    def totals(self, gradient: Sequence[Tensor], length: int) -> tuple[float, ...]:
+        """Its reductions over a gradient in these parts, for shards that have only one of them each."""
+        program, totals = compiled(self.plan), tuple[float, ...]()
+        scalars = dict.fromkeys(self.plan.scalars, 1.0) | {"length": float(length)}
+        for level in range(len(self.plan.reductions)):
+            # No other vector is read in it.
+            try:
+                parts = [program.partials(level, [part] * len(self.plan.vectors), scalars, totals) for part in gradient]
+            except NonFiniteError:
+                return (math.nan,) * sum(map(len, self.plan.reductions))
+            totals += program.joined(level, parts)
+        return totals
 
     @property
     def announced(self) -> dict[str, str]:

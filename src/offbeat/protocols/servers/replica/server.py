@@ -21,6 +21,7 @@ from offbeat.protocols.servers.replica.answers import Admission, Answers
 from offbeat.protocols.servers.replica.fencing import Fence
 from offbeat.protocols.servers.replica.replication import Follower, Renewal, Replication
 from offbeat.protocols.servers.replica.shard import Shard
+from offbeat.protocols.servers.replica.totals import ReductionToken, TotalsExchange
 from offbeat.protocols.servers.replica.works import EntryOutcome, InspectPayload, PushAnswer, UpdateProof
 from offbeat.protocols.servers.snapshots import ShardColour
 
@@ -51,6 +52,7 @@ class ServerMachine:
         self.admission = Admission(self.shard)
         self._answers = Answers(self.shard, self.fence, self._colour)
         self._renewal = Renewal(shard)
+        self._exchange = TotalsExchange(shard, self.shard.totals)
         self._enrolled = view.members_of(shard)
         self._timed_step = -1
         self._unproven: dict[int, EntryOutcome] = {}  # Outcomes with updates that may still fail, by their versions.
@@ -91,6 +93,9 @@ class ServerMachine:
                     self._append(*entry, now)
             case Done(UpdateProof() as proof, reason):
                 self._proved(proof, reason)
+            case Done(ReductionToken() as token, values):
+                self._exchange.reduced(token, values)
+                self._gather(now, tell=True)
             case Done(("read", int(number)), payload):
                 self._answers.hand_out(number, payload, out)
             case Done(("look", msg.Trial() as trial)):
@@ -127,6 +132,11 @@ class ServerMachine:
                 self.fence.step_down(message, self._out)
             case msg.Acknowledged() if event.sender == COORDINATOR:
                 self._colour.heard(message.number)
+            case msg.ShardPartial() if self.serving:
+                self._exchange.heard(event.sender, message, self.shard.pacing.completed, self._out)
+                self._gather(now)
+            case msg.ShardTotals() if self.serving:
+                self._propose(self._exchange.learned(message), now)
             case msg.Viewed() if event.sender == COORDINATOR and message.view.epoch > self.view.epoch:
                 self._change(message.view, now)
             case _:
@@ -142,6 +152,7 @@ class ServerMachine:
             patience = self._timing.patience(self.fence.burden)
             self.replication.send(self.view.epoch, now, self._out, patience)
             self._renewal.look(self.view.epoch, patience, now, self._out)
+            self._gather(now, tell=True)
             self._advance(now)
 
     def _change(self, view: ClusterView, now: float) -> None:
@@ -158,6 +169,7 @@ class ServerMachine:
                 self.replication.feed = self.replication.feed.changed((*backups, novice), now)
             else:
                 self.replication.take_over(backups, now)
+                self._exchange.forget_proposal()
                 self._enrolled = dict(self.shard.members)
                 self.admission.forget()
             self._renewal.follow(novice, self._out)
@@ -209,6 +221,18 @@ class ServerMachine:
         self._take_state(now)
         if unsettled and self.replication.settled:
             self._open_stash(now)
+
+    def _gather(self, now: float, tell: bool = False) -> None:
+        """Where an update takes sums over all shards: send this shard's part, and go on once all have come."""
+        if not self.serving or not self.shard.rule.reductions:
+            return
+        if tell:
+            self._exchange.send(self.view, self._out)
+        self._propose(self._exchange.due(range(len(self.view.primaries)), self.shard.pacing.completed), now)
+
+    def _propose(self, totals: msg.ShardTotals | None, now: float) -> None:
+        if totals is not None:
+            self._append(totals, NOTHING, now)
 
     def _proved(self, proof: UpdateProof, reason: str) -> None:
         """An update was made, or has failed for a reason: answer what waits for it, if this is its last one."""

@@ -30,11 +30,13 @@ from offbeat.protocols.servers import messages as msg
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import Load, Pull, Push, ShardState
 from offbeat.protocols.servers.pacing import Pacing
+from offbeat.protocols.servers.replica.totals import ReductionToken, StepTotals
 from offbeat.protocols.servers.replica.works import (
     AccumulateGradient,
     Ask,
     EntryOutcome,
     PushAnswer,
+    ReduceGradients,
     Restore,
     Update,
     UpdateProof,
@@ -52,12 +54,17 @@ class PushedGradient(NamedTuple):
 class StepSum:
     """The open step, under a rule that aggregates: what is held of it, and its weight."""
 
-    def __init__(self, rule: Rule, pacing: Pacing[Ask]) -> None:
+    def __init__(self, rule: Rule, pacing: Pacing[Ask], totals: StepTotals) -> None:
         self.settings: msg.Settings = ()  # The latest settings of the optimizer's groups.
-        self._rule, self._pacing = rule, pacing
+        self._rule, self._pacing, self._totals = rule, pacing, totals
         self._held: dict[int, list[PushedGradient]] = {}
         self._weight = 0.0
         self._senders: tuple[int, ...] = ()
+
+    @property
+    def weight(self) -> float:
+        """Weight of what is summed."""
+        return self._weight
 
     @property
     def empty(self) -> bool:
@@ -82,6 +89,8 @@ class StepSum:
         elif push.clock > step:
             reason = f"it is for step {push.clock} while step {step} is open: pull before pushing on"
             outcome.settle(push, part.payload, "refused", reason)
+        elif self._totals.sealed is not None:
+            self._held.setdefault(push.worker, []).append(part)  # Answered when the step is closed.
         elif push.counts and not push.last:
             self._add([part], outcome)
         else:
@@ -165,7 +174,8 @@ class Shard:
         self.staleness: Counter[int] = Counter()  # Reads by how stale they were.
         self._members = view.members_of(number)
         self.pacing: Pacing[Ask] = Pacing(rule, self._members)  # Who may start a step.
-        self._sum = StepSum(rule, self.pacing)
+        self.totals = StepTotals(rule.reductions, number)  # Of the step that waits for other shards.
+        self._sum = StepSum(rule, self.pacing, self.totals)
         self._next = dict.fromkeys(self._members, 0)  # Each worker's next push: taken in order, so that `last` is last.
         self._asked: set[tuple[int, int, int]] = set()
         self._unwritten: dict[int, list[Ask]] = {}  # They wait for a push of their own.
@@ -184,7 +194,7 @@ class Shard:
     @property
     def between_steps(self) -> bool:
         """Whether nothing of a step is held or summed: every push taken is in the values."""
-        return self._sum.empty
+        return self._sum.empty and self.totals.sealed is None
 
     def expected(self, worker: int, life: int) -> int:
         """The number of the next push of a worker in this life."""
@@ -236,6 +246,7 @@ class Shard:
             overdue=self.pacing.overdue,
             counts=dict(self.counts),
             origins=tuple(self._origins.items()) if self.rule.remembers else (),
+            totals=self.totals.last,
         )
 
     def adopt(self, state: ShardState) -> None:
@@ -249,6 +260,7 @@ class Shard:
         self.pacing.forget()
         self._sum.clear(held=True)
         self._sum.settings = state.settings
+        self.totals.restart(state.totals)
         self._asked, self._unwritten = set(), {}
         self._origins = dict(state.origins)
 
@@ -275,22 +287,28 @@ class Shard:
                 self.pacing.expire(entry.step)
             case msg.Members():
                 self._change(entry.view, outcome)
-        while self.pacing.is_complete():
+            case msg.ShardTotals():
+                self.totals.take(entry)
+        while self.totals.may_close(self.pacing, self._sum.weight, self._sum.settings, outcome):
             step = self.pacing.completed
             weight, senders = self._sum.close(outcome)
             if weight > 0:
                 self.version += 1
                 workers = len(self.pacing.clocks)
-                outcome.works.append(Update(self.version, 1 / weight, self._sum.settings, workers=workers))
+                update = Update(self.version, 1 / weight, self._sum.settings, workers=workers)
+                outcome.works.append(self.totals.given_to(update))
                 outcome.unproven += [UpdateProof(self.version, step, senders)] if self.rule.proves else []
+            self.totals.close()
             self._sum.give_up_on_the_slow(outcome)
         outcome.moved = self.minimum > before
         self.counts.update(outcome.statuses)
         if out is not None:
             proofs = {proof.version: proof for proof in outcome.unproven}
-            out.done += [
-                Start(work, proofs.get(work.version) if isinstance(work, Update) else None) for work in outcome.works
-            ]
+            for work in outcome.works:
+                token = proofs.get(work.version) if isinstance(work, Update) else None
+                if isinstance(work, ReduceGradients):
+                    token = ReductionToken(self.pacing.completed, work.level)
+                out.done.append(Start(work, token))
         self._release(outcome)
         return outcome
 
@@ -332,7 +350,7 @@ class Shard:
             self._origins[push.worker] = min(push.version, self.version)
             self.version += 1
             workers = len(self.pacing.clocks)
-            gradient_of = (push.start, push.stop, payload, missed, push.absent, oldest, workers)
+            gradient_of = (push.start, push.stop, payload, missed, push.absent, oldest, workers, push.totals)
             outcome.works.append(Update(self.version, 1 / workers, push.settings, *gradient_of))
             outcome.unproven += [UpdateProof(self.version, push.clock, (push.worker,))] if self.rule.proves else []
         outcome.settle(push, payload, "refused" if unfit else "applied", unfit)
@@ -357,12 +375,13 @@ class Shard:
         self.pacing.restart(load.clock, load.clock, clocks.items())
         self._origins.clear()
         self._sum.clear(held=False)
+        self.totals.restart()
 
     def _enter(self, enter: msg.Enter, outcome: EntryOutcome) -> None:
         if self._members.get(enter.worker) != enter.life:
             return
         self._origins.setdefault(enter.worker, self.version)
-        entered = self.pacing.enter(enter.worker, enter.clock)
+        entered = self.pacing.enter(enter.worker, max(enter.clock, self.totals.open_step(self.pacing.completed)))
         if enter.number:
             outcome.answers.append(PushAnswer(enter.worker, enter.life, enter.number, "applied", entered=entered))
 

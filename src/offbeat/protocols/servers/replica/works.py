@@ -20,6 +20,16 @@ class AccumulateGradient(Struct, frozen=True):
     absent: tuple[tuple[int, int], ...] = ()  # Ranges of the shard, inside [start, stop), that have no gradient.
 
 
+class ReduceGradients(Struct, frozen=True):
+    """Compute the reductions of one level over the gradients of this step, which level 0 makes a mean before."""
+
+    level: int
+    scale: float
+    settings: Settings
+    workers: int
+    totals: tuple[float, ...]  # Of the levels before.
+
+
 class Update(Struct, frozen=True):
     """Apply `scale` times a gradient to [start, stop) of the shard, which then has this version."""
 
@@ -33,6 +43,8 @@ class Update(Struct, frozen=True):
     absent: tuple[tuple[int, int], ...] = ()  # Ranges of the shard that the gradient does not have.
     oldest: int | None = None  # Keep values from before this update, from this version on; None: keep none.
     workers: int = 1  # Members whose pushes the shard waits for, or takes.
+    totals: tuple[float, ...] = ()  # Reductions over the whole gradient, of all shards; empty: of this one alone.
+    refused: str = ""  # Why the sum of this step must be dropped instead.
 
 
 class UpdateProof(Struct, frozen=True):
@@ -61,7 +73,7 @@ class Restore(Struct, frozen=True):
     version: int
 
 
-Work = AccumulateGradient | Update | Discard | Restore
+Work = AccumulateGradient | ReduceGradients | Update | Discard | Restore
 
 
 class PushAnswer(Struct, frozen=True):

@@ -54,6 +54,7 @@ class PushRequest(Struct, frozen=True):
     settings: Settings = ()
     final: bool = True
     counts: bool = False
+    totals: tuple[float, ...] = ()  # Reductions over the whole gradient, for updates that take them.
     then_pull: bool = False  # With the final parts, ask for the values of the next step, under another token.
 
 

@@ -189,6 +189,7 @@ class Composer:
                     last=last,
                     counts=request.counts,
                     settings=request.settings,
+                    totals=request.totals,
                     version=self.known.get(shard, (0, 0))[0],
                     then_pull=pull,
                     colour=self._colour.own,
