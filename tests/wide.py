@@ -13,6 +13,7 @@ _PATTERNS = (
     r"test_secure_deployment\.py::test_random_deaths.*\[(?!3\])",
     r"test_pipeline_proofs\.py::test_every_schedule_is_proved_for_all.*\[(?!3\])",
     r"test_pipeline_proofs\.py::test_the_bubble_is_the_formulas_for_many.*\[(?!3\])",
+    r"test_data_servers\.py::test_random_deaths.*\[(?!4\])",
     r"test_sandblaster_faults\.py::test_fifty.*\[(?![01]\])",
     r"chaos/random_faults\.py::.*\[(?!1000\])",
     r"chaos/stage_faults\.py::.*\[(?![01]\])",

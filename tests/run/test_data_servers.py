@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow as pa
@@ -14,6 +15,7 @@ from pyarrow import parquet
 
 from offbeat.errors import DataError, OffbeatError, StrategyError, UsageError
 from offbeat.run.drive import Result, fit
+from offbeat.runtime.hosts import Host, Hosts
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import MODEL_FILE
 
@@ -79,6 +81,41 @@ def test_a_run_with_data_servers_resumes_to_the_same_bits(launcher: Launcher, tm
     result = fit(Decoded(folder=folder), launcher=launcher, workers=2, resume=left.resolve())
     assert (result.run / MODEL_FILE).read_bytes() == model
     assert result.steps == whole.steps
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_deaths_and_pauses_change_no_bit(launcher: Launcher, tmp_path: Path, seed: int) -> None:
+    chance = Random(seed)
+    workers, servers = chance.randint(1, 3), chance.randint(1, 3)
+    task = {"milliseconds": chance.choice([0.0, 1.0, 3.0]), "stream": chance.random() < 0.3}
+    faults: list[str] = []
+    for number in range(servers):
+        step = chance.randrange(1, 12)
+        verb = chance.choice(["kill", "stop 1500ms", "none", "kill"])
+        if verb != "none":
+            faults.append(f"data server {number}: {verb} at step {step}")
+    _, model, examples = trained(launcher, tmp_path / "without", task, workers=workers)
+    result, same, batches = trained(
+        launcher, tmp_path / "with", task, workers=workers, data_servers=servers, disturb=faults
+    )
+    assert batches == examples
+    assert same == model
+    killed = sorted(fault.partition(":")[0] for fault in faults if "kill" in fault)
+    assert sorted(result.died) == killed
+    assert result.disturbances == {"asked": len(faults), "fired": len(faults)}
+
+
+def test_a_data_server_on_another_host_is_replaced_there(launcher: Launcher, tmp_path: Path, networks: None) -> None:
+    hosts = Hosts((Host("a", workers=2), Host("b", workers=0, servers=1)))
+    _, model, examples = trained(launcher, tmp_path / "without", {})
+    result, same, batches = trained(
+        launcher, tmp_path / "with", {}, hosts=hosts, data_servers=1, disturb="data server 0: kill at step 5"
+    )
+    assert batches == examples
+    assert same == model
+    assert result.died == ["data server 0"]
+    (account,) = result.data_servers
+    assert account["bytes_sent"] > account["bytes_lent"] == 0
 
 
 def test_workers_that_die_leave_no_example_to_nobody(launcher: Launcher, tmp_path: Path) -> None:
