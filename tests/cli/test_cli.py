@@ -106,6 +106,7 @@ RESULT = [
     "refusals",
     "update",
     "servers",
+    "input",
     "data_servers",
     "hosts",
     "died",

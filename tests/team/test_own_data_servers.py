@@ -34,7 +34,7 @@ def test_a_killed_worker_costs_nothing_but_time_with_data_servers(launcher: Laun
     [
         ("finished batches", "a list hands out finished batches.*Give prepare.. a torch DataLoader"),
         ("own part", "each worker's own part"),
-        ("tuples", r"sampler yields \(0, 'left'\), a tuple"),
+        ("tuples", r"sampler yields \(\d, 'left'\), a tuple"),
         ("named tuples", "the batch is a __main__.Pair.*never as pickles"),
         ("late", "prepares its loader 1 .*Prepare all loaders before the first pass"),
         ("no pass", "it ended without iterating a loader"),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
@@ -29,6 +30,7 @@ from offbeat.monitor import LASTING, STRAGGLER, LiveWatch, Verdict
 from offbeat.protocols.disturbances import asked, check
 from offbeat.run import job as jobs
 from offbeat.run.data_supervisor import DataServing, data_serving
+from offbeat.run.input_advice import input_advice
 from offbeat.run.job import Job, Script, agreed_workers, earlier, plain_target, resolve
 from offbeat.run.server_supervisor import Serving, role_counts, servers_of, serving
 from offbeat.run.step_times import predicted, verdict
@@ -39,7 +41,7 @@ from offbeat.runtime.run.folder import BY_SCRIPT, RunFolder, environment, part
 from offbeat.runtime.run.procfs import passport
 from offbeat.runtime.run.result import Result, failure
 from offbeat.runtime.run.settings import ASSIGNED, Goal
-from offbeat.runtime.system.capacity import check_room
+from offbeat.runtime.system.capacity import check_room, free_memory
 from offbeat.strategies import Strategy
 from offbeat.strategies.splitting.layouts import place_in_words
 from offbeat.task import AnyTask
@@ -446,6 +448,9 @@ def _finish(job: Job, folder: RunFolder, collected: _Collected) -> Result:
         data["servers"] = [collected.servers[shard] for shard in sorted(collected.servers)]
     if reported:
         config = folder.read()["config"]
+        advice = input_advice(data, config, len(os.sched_getaffinity(0)), free_memory())
+        if advice:
+            data["input"]["advice"] = advice
         data["pays"], data["predicted"] = verdict(data, config, folder.path.parent), predicted(data, config)
     result = Result.from_plain(data)
     state = "finished" if reported else "finished without a team"

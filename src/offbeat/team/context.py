@@ -29,6 +29,7 @@ from offbeat.strategies.splitting.layouts import check_placement, relaid
 from offbeat.strategies.worker.capabilities import Accounted, Metered, Observed, Starter, refuse_halves
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing, pace_of
 from offbeat.strategies.worker.loop_hooks import LoopHooks
+from offbeat.team.input_figures import InputFigures
 from offbeat.team.part_exchange import PartExchange
 from offbeat.team.split import SplitWork, mesh_of
 from offbeat.team.split_context import SplitContext
@@ -64,6 +65,8 @@ class Workplace:
     """Further entries for the result."""
     data: DataLink | None = None
     """The connection to the run's data servers, if it has any."""
+    input: InputFigures = field(default_factory=InputFigures)
+    """What this worker's input costs."""
     stopping: bool = False
     """Whether all workers have agreed that the run is done."""
     admitting: bool = False

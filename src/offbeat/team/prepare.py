@@ -69,6 +69,7 @@ class LoaderFeed:
         if not training:
             place.reports.evaluated += batch.examples
             return
+        place.input.end(batch)
         self.batch = batch.examples, batch.total
         self._uncounted = not place.holdings.optimizers
         place.watch.examples = float(batch.examples)
@@ -98,6 +99,7 @@ class LoaderFeed:
     def fetching(self, training: bool) -> None:
         """The loop waits for input."""
         if training:
+            self._place.input.begin()
             self._place.stopwatch.switch("input")
 
     def ended(self) -> None:

@@ -308,6 +308,8 @@ def _conclude(work: Workplace) -> None:
         **({"warnings": work.watch.warnings} if work.watch.warnings else {}),
         **work.notes,
     }
+    if work.holdings.loaders:
+        entries["input"] = work.input.summary(work.group, work.holdings.examples, work.data)
     if (skipped := _skipped(work)) is not None:
         entries["skipped"] = skipped
     work.reports.conclude(entries)

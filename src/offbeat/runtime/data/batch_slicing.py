@@ -15,7 +15,7 @@ from offbeat.protocols.partition import share
 
 def examples_in(batch: Any) -> int | None:
     """Number of examples in a batch: the first dimension of its tensors; None if they differ."""
-    lengths = {len(leaf) for leaf in _arrays(batch)}
+    lengths = {len(leaf) for leaf in arrays_in(batch)}
     return lengths.pop() if len(lengths) == 1 else None
 
 
@@ -47,16 +47,17 @@ def note_slice(error: BaseException | None, examples: int, total: int | None) ->
         )
 
 
-def _arrays(batch: Any) -> Iterator[Any]:
+def arrays_in(batch: Any) -> Iterator[Any]:
+    """All tensors and arrays in a batch that have a dimension."""
     if isinstance(batch, Tensor | np.ndarray):
         if batch.ndim:
             yield batch
     elif isinstance(batch, Mapping):
         for value in cast("Mapping[Any, Any]", batch).values():
-            yield from _arrays(value)
+            yield from arrays_in(value)
     elif isinstance(batch, list | tuple):
         for value in cast("list[Any]", batch):
-            yield from _arrays(value)
+            yield from arrays_in(value)
 
 
 def _cut(batch: Any, low: int, high: int, total: int) -> Any:
@@ -72,7 +73,7 @@ def _cut(batch: Any, low: int, high: int, total: int) -> Any:
         return same
     if isinstance(batch, list | tuple):
         held = cast("list[Any]", batch)
-        if len(held) == total and not any(True for _ in _arrays(held)):
+        if len(held) == total and not any(True for _ in arrays_in(held)):
             return held[low:high]  # Names or other plain values, one per example.
         parts = [_cut(value, low, high, total) for value in held]
         if hasattr(held, "_fields"):

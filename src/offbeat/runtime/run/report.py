@@ -68,6 +68,12 @@ def _entries(result: Result) -> Iterator[tuple[str, str]]:
         yield "sent", f"{amount(result.bytes_sent)} between {result.workers} workers"
     if result.servers:
         yield from served_in_words(result)
+    if result.data_servers:
+        yield "data servers", data_servers_in_words(result)
+    if result.skipped:
+        yield "skipped", f"{result.skipped:,} examples of a stream that came faster than they were used"
+    for words in result.input.get("advice", [])[:1]:
+        yield "input", "; ".join([words, *result.input["advice"][1:]])
     if result.hosts:
         yield "hosts", _hosts_in_words(result.hosts)
     if result.predicted:
@@ -89,6 +95,15 @@ def _entries(result: Result) -> Iterator[tuple[str, str]]:
         yield "start-up", f"{result.startup_seconds:.1f} s, not counted above"
     if result.run != Path():
         yield "everything is in", str(result.run)
+
+
+def data_servers_in_words(result: Result) -> str:
+    """How much data servers have prepared, and how fast."""
+    each = result.data_servers
+    batches, examples = sum(one["batches"] for one in each), sum(one["examples"] for one in each)
+    seconds, sent = sum(one["seconds"] for one in each), sum(one["bytes_sent"] for one in each)
+    rate = f", {examples / seconds:,.0f} examples/s each" if seconds > 0 else ""
+    return f"{len(each)}, prepared {batches:,} batches of {examples:,} examples ({amount(sent)}){rate}"
 
 
 def federated_in_words(counts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -68,6 +68,8 @@ class Result:
     """The program that servers ran on pushes in place of the optimizer, its hash and its cost; see `server`."""
     servers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Each shard: pushes by outcome, staleness of reads, bytes by link."""
+    input: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What reading examples cost the workers, and in `advice` what would be better if that was much."""
     data_servers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Each data server: batches and examples prepared, seconds spent on them, bytes handed out."""
     hosts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
