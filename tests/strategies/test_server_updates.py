@@ -229,7 +229,7 @@ def test_a_program_loses_nothing_when_a_primary_is_killed(learn: Learn) -> None:
         ("server(consistency=asp, update=delay_compensated(0.5))", 2),
         ("server(consistency=asp, update=lambda w, g: w - lr / (1 + staleness) * g)", 2),
         ("server(consistency=drop_slowest(1), shards=2, update=clipped_sgd)", 3),
-        ("server(consistency=ssp(2), shards=2, update=lambda w, g, n: (w - lr * g / (1 + norm(g)), n + mean(g)))", 2),
+        ("server(consistency=ssp(2), shards=2, update=lambda w, g, n: (w - lr * g / (0.1 + norm(g)), n + mean(g)))", 2),
         ("server(consistency=deadline(0.5), update=momentum) + accumulate(2)", 2),
         ("coded(update=adam)", 2),
     ],
