@@ -21,8 +21,8 @@ from offbeat.limits import SECONDS
 from offbeat.protocols.partition import mixed
 
 DATA_SERVER: Final = "data server"
-ROLES = ("worker", "server", "client", DATA_SERVER)
-"""Roles that can be disturbed; clients are those of federated learning."""
+ROLES = ("worker", "server", "client", DATA_SERVER, "coordinator")
+"""Roles that can be disturbed; clients are those of federated learning, and the coordinator is Sandblaster's."""
 FORMS = (
     "worker 1: pause 200ms every 1s",
     "any worker: pause 200ms with probability 0.15",

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from offbeat.errors import OffbeatError, RunError, WaitError, WorkerError
 from offbeat.protocols.disturbances import DATA_SERVER
-from offbeat.protocols.sandblaster.messages import MINIMIZER, shard_name
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import place_of, server_name, worker_name
 from offbeat.run.job import Job, identity_of
@@ -49,6 +48,8 @@ def role_counts(job: Job) -> dict[str, int]:
     counts = {"worker": job.workers} | ({"server": needs[0]} if needs and needs[0] else {})
     exchange = None if job.goal.strategy is None else combined(parse(job.goal.strategy)).exchange
     counts |= {DATA_SERVER: job.goal.data_servers} if job.goal.data_servers else {}
+    if isinstance(exchange, Sandblaster):  # The last server commands the others.
+        counts |= {"server": counts["server"] - 1, "coordinator": 1}
     return counts | ({"client": exchange.clients} if isinstance(exchange, Federated) else {})
 
 
@@ -89,7 +90,7 @@ class Serving:
             return []
         exchange = combined(parse(job.goal.strategy or "")).exchange
         if isinstance(exchange, Sandblaster):
-            return vector_roles(exchange.plan(plan.folder), folder)
+            return vector_roles(exchange.plan(plan), job, folder, self._homes(plan))
 
         def role(rank: int, home: Path | None) -> Role:
             shard, replica = self._replicas[rank]
@@ -277,25 +278,26 @@ class Serving:
         return RunError(" ".join([str(lost), *[how for name, how in self._ended.items() if name in names][-1:]]))
 
 
-def vector_roles(plan: SandblasterPlan, folder: RunFolder) -> list[Role]:
-    """The shards of Sandblaster and its coordinator: the run ends with any of them."""
-    config = {"plan": msgspec.to_builtins(plan)}
-    module = "offbeat.runtime.sandblaster.process"
-    common: dict[str, Any] = {"kind": "shard", "environment": {}, "threads": 1, "serves": True}
-    shards = [
+def vector_roles(plan: SandblasterPlan, job: Job, folder: RunFolder, homes: Sequence[Path | None]) -> list[Role]:
+    """The shards of Sandblaster and its coordinator, which is the last server, with all their copies."""
+    goal = job.goal
+    config = {"plan": msgspec.to_builtins(plan), "disturb": list(goal.disturb), "seed": goal.seed or 0}
+    return [
         Role(
-            rank=shard,
-            entry=f"{module}:hold",
-            config={**config, "shard": shard},
-            log=folder.log("shard", shard),
-            name=shard_name(shard),
-            **common,
+            kind="server",
+            rank=rank,
+            entry="offbeat.runtime.sandblaster.process:" + ("hold" if shard < plan.shards else "minimize"),
+            config={**config, "shard": shard, "replica": replica},
+            environment={},
+            log=folder.log("server", f"{shard}.{replica}"),
+            threads=1,
+            serves=True,
+            expendable=True,
+            network=homes[rank],
+            name=server_name(shard, replica),
         )
-        for shard in range(plan.shards)
+        for rank, (shard, replica) in enumerate(_replicas(plan.servers))
     ]
-    log = folder.log("shard", MINIMIZER)
-    minimizer = Role(rank=plan.shards, entry=f"{module}:minimize", config=config, log=log, name=MINIMIZER, **common)
-    return [*shards, minimizer]
 
 
 def _replicas(plan: ServerPlan) -> list[tuple[int, int]]:
@@ -338,6 +340,7 @@ def serving(job: Job, folder: RunFolder, placed: Placed | None = None) -> Genera
             parts=_parts_of_workers(job),
             rule=rule,
             folder=str(sockets),
+            vectors=isinstance(combined(parse(job.goal.strategy or "")).exchange, Sandblaster),
             # Processes that end are noticed at once; one that reads much data before it begins is not dead.
             timing=Timeouts(startup=STARTUP + job.goal.timeout),
         )

@@ -50,6 +50,10 @@ class MachineContract:
         """How many of `size` machines may be killed: fewer than half."""
         return (size - 1) // 2
 
+    def victims(self, names: Sequence[Name]) -> Sequence[Name]:
+        """Which of these machines may be killed: all, unless some are part of what runs them."""
+        return names
+
     def perform(self, name: Name, work: Any) -> Any:  # noqa: ARG002
         """Do the work of a machine's `Start`, and return the result of the `Done`."""
         return None
@@ -83,7 +87,8 @@ class Weather(Struct, frozen=True):
             cut = frozenset(chance.sample(names, chance.randint(1, len(names) - 1)))
             at = chance.uniform(0, 0.75 * until)
             faults.append(Partition(cut, at, chance.uniform(0.1, until - at)))
-        for name in chance.sample(names, contract.kills(len(names))) if "kill" in kinds else ():
+        victims = contract.victims(names)
+        for name in chance.sample(victims, contract.kills(len(victims))) if "kill" in kinds else ():
             seen = chance.choice([None, chance.uniform(0.01, 1.0)])
             faults.append(Kill(name, chance.uniform(0, until), seen))
         return cls(network, tuple(faults))

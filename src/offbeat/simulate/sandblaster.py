@@ -7,11 +7,12 @@ from typing import Any
 
 from offbeat.protocols.machine import Effect, Event, Payload, SetTimer, Start, Timer
 from offbeat.protocols.sandblaster.lbfgs import Answer, Evaluate, Iteration, Lbfgs, Request
-from offbeat.protocols.sandblaster.messages import MINIMIZER
+from offbeat.protocols.sandblaster.messages import first_view
 from offbeat.protocols.sandblaster.minimizer import Minimizer
-from offbeat.protocols.sandblaster.shard import FetchRegister, VectorShard
+from offbeat.protocols.sandblaster.replica import VectorShard
+from offbeat.protocols.sandblaster.shard import FetchRegister
 from offbeat.protocols.sandblaster.worker import Compute, Computed, PortionWorker, Ready
-from offbeat.protocols.servers.messages import worker_name
+from offbeat.protocols.servers.messages import ClusterView, worker_name
 from offbeat.simulate.machines import LossyNetwork, Simulation, Stop
 
 PERIOD = 0.5
@@ -37,8 +38,8 @@ class _Evaluations(Lbfgs):
 class _Computing(PortionWorker):
     """A worker whose computations take time, of which none passes while it is paused."""
 
-    def __init__(self, rank: int, shards: int, seconds: float, paused: float) -> None:
-        super().__init__(worker_name(rank), shards)
+    def __init__(self, rank: int, view: ClusterView, seconds: float, paused: float) -> None:
+        super().__init__(rank, view)
         self._seconds, self._paused = seconds, paused * PERIOD
 
     def on(self, event: Event, now: float) -> Sequence[Effect]:
@@ -68,11 +69,12 @@ def evaluation_seconds(
 ) -> float:
     """Mean virtual seconds of an evaluation that is `seconds` of work, with worker 0 paused for a share of the time."""
     shards = 2
-    machines = [_Computing(rank, shards, seconds / portions, paused if rank == 0 else 0.0) for rank in range(workers)]
+    view = first_view(workers, shards)
+    machines = [_Computing(rank, view, seconds / portions, paused if rank == 0 else 0.0) for rank in range(workers)]
     ends: list[float] = []
     longest = 10.0 * seconds * evaluations
     stops = [Stop(worker_name(0), n * PERIOD, paused * PERIOD) for n in range(int(longest / PERIOD)) if paused]
-    minimizer = Minimizer(_Evaluations(evaluations), shards, portions, backups=backups)
+    minimizer = Minimizer(_Evaluations(evaluations), portions, view, backups=backups)
     empty = Payload(0)
 
     def work(item: Any) -> Any:
@@ -82,13 +84,12 @@ def evaluation_seconds(
             return Computed(0.0, [empty] * shards)
         return empty if isinstance(item, FetchRegister) else ()
 
-    holders = [VectorShard(shard) for shard in range(shards)]
+    holders = [VectorShard(shard, view) for shard in range(shards)]
     names = [machine.name for machine in (*machines, *holders)]
     simulation = Simulation(
         [minimizer, *holders, *machines],
         network=LossyNetwork(delay=DELAY),
         perform=dict.fromkeys(names, work),
-        observer=MINIMIZER,
         faults=stops,
     )
     for machine in machines:

@@ -21,12 +21,14 @@ from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.sandblaster.link import ShardLink
 from offbeat.runtime.sandblaster.plan import SandblasterPlan
+from offbeat.runtime.servers.plan import ServerPlan
 from offbeat.strategies._base import Axis, Strategy, Traits
 from offbeat.strategies.worker.exchange import Exchange, Exchanging
 from offbeat.task import AnyTask, IterativeTask
 
 MOST_SHARDS = 256
 MOST_HISTORY = 100
+MOST_REPLICAS = 7
 MOST_PORTIONS = 100_000
 
 
@@ -50,16 +52,19 @@ class Sandblaster(Exchanging):
     """Steps, and changes of the gradient over them, that L-BFGS remembers."""
     line_search: LineSearch = LineSearch.STRONG_WOLFE
     """How far to go in a direction: strong_wolfe, with the constants of torch.optim.LBFGS."""
+    replicas: int = 0
+    """Further copies of every shard and of the coordinator, each a process: a dead one's next copy takes over."""
     portions: int = 32
     """Parts of the training data that are handed out one by one; many more than there are workers."""
     tolerance: float = 1e-7
     """The run ends when no number of the gradient is larger."""
 
     promises = Traits(elastic=True)
-    examples = ("sandblaster", "sandblaster(shards=4, history=20)", "sandblaster(portions=100)")
+    examples = ("sandblaster", "sandblaster(shards=4, history=20)", "sandblaster(replicas=1, portions=100)")
     unplanned = "how many portions each worker computes is decided during the run"
     _ranges = (
         ("shards", lambda shards: 1 <= shards <= MOST_SHARDS, f"vectors have 1 to {MOST_SHARDS} shards"),
+        ("replicas", lambda count: 0 <= count <= MOST_REPLICAS, f"there are 0 to {MOST_REPLICAS} further copies"),
         ("history", lambda steps: 1 <= steps <= MOST_HISTORY, f"L-BFGS remembers 1 to {MOST_HISTORY} steps"),
         ("portions", lambda count: 1 <= count <= MOST_PORTIONS, f"there are 1 to {MOST_PORTIONS:,} portions"),
         ("tolerance", lambda size: 0 <= size < float("inf"), "the size of a gradient is finite and not negative"),
@@ -92,15 +97,14 @@ class Sandblaster(Exchanging):
             )
 
     def servers(self, workers: int) -> tuple[int, int, Rule] | None:
-        """No servers of the usual kind, but their coordinator, so that live workers go on without the dead."""
+        """The shards and, as one server more, what commands them; and how many further copies of each there are."""
         del workers
-        return 0, 0, Rule(None)
+        return self.shards + 1, self.replicas, Rule(None)
 
-    def plan(self, folder: str) -> SandblasterPlan:
-        """The shards and the coordinator, with sockets in this folder."""
+    def plan(self, servers: ServerPlan) -> SandblasterPlan:
+        """These servers, as shards and coordinator."""
         return SandblasterPlan(
-            folder=folder,
-            shards=self.shards,
+            servers=servers,
             portions=self.portions,
             history=self.history,
             tolerance=self.tolerance,
@@ -126,10 +130,10 @@ class SandblasterWorker(Exchange):
     def __init__(self, group: CoordinatedGroup, stopwatch: Stopwatch, strategy: Sandblaster) -> None:
         super().__init__(group, stopwatch)
         membership, self._strategy = group.membership, strategy
-        self.link = ShardLink(strategy.plan(group.client.plan.folder), group.rank, membership.check)
+        self.link = ShardLink(strategy.plan(group.client.plan), group.rank, membership.check)
         self.latest: dict[str, Any] = {}
         """Figures of the latest iteration."""
-        membership.tell_of_changes(self.link.bury)
+        group.client.tell(self.link.viewed)
 
     def install(self, model: nn.Module) -> None:
         """Refuse models whose loss is not a function of the parameters alone."""

@@ -35,9 +35,7 @@ def sandblast(task: AnyTask, team: Team) -> None:
     model, every = portions.model, cast("Task", task).evaluate_every or 1
     team.prepare(portions)
     team.resume()
-    if team.group.membership.leads:
-        worker.link.load(portions.row)
-    team.group.barrier("the sharing of the first parameters")
+    _load(portions, team, worker)
     validate = scorer(cast("Task", task), model, team, data.validation)
     portions.check_random()
     stopped = ""
@@ -58,6 +56,17 @@ def sandblast(task: AnyTask, team: Team) -> None:
         team.notes["test_score"] = team.mean(score=scorer(cast("Task", task), model, team, data.test)())["score"]
     team.notes["epochs"] = team.step
     write_model({k: value for k, value in model.state_dict().items() if isinstance(value, Tensor)}, team)
+
+
+def _load(portions: PortionGradients, team: Team, worker: SandblasterWorker) -> None:
+    """Give the shards what they begin with: by the first worker, or the next one if it dies meanwhile."""
+    membership = team.group.membership
+    leader = -1
+    while leader not in membership.present:
+        leader = membership.leader()
+        if leader == team.group.rank:
+            worker.link.load(portions.row)
+        team.group.barrier("the sharing of the first parameters")
 
 
 def _account(end: IterationEnd, team: Team, worker: SandblasterWorker, examples: int) -> None:

@@ -1,136 +1,100 @@
-"""Sandblaster's machines in virtual time: the same bits whatever is lost, stopped or dead, and what that costs."""
+"""Sandblaster's machines in virtual time: the same bits whatever is lost, stopped or dead; and what it costs."""
 
 from __future__ import annotations
-
-import random
-from typing import Any
 
 import numpy as np
 import pytest
 
-from offbeat.protocols.machine import Payload
-from offbeat.protocols.partition import share
-from offbeat.protocols.sandblaster.lbfgs import Lbfgs
-from offbeat.protocols.sandblaster.messages import MINIMIZER, PARAMETERS, shard_name
-from offbeat.protocols.sandblaster.minimizer import Minimizer
-from offbeat.protocols.sandblaster.shard import VectorShard
-from offbeat.protocols.sandblaster.worker import Compute, Computed, PortionWorker, Ready, TakePart
-from offbeat.protocols.servers.messages import worker_name
-from offbeat.runtime.sandblaster.registers import Registers
-from offbeat.simulate.machines import Kill, LossyNetwork, Simulation, Stop
+from offbeat.protocols.machine import Received
+from offbeat.protocols.sandblaster import messages as msg
+from offbeat.protocols.servers.messages import Fenced, server_name, worker_name
+from offbeat.simulate.machine_contract import check_machine
+from offbeat.simulate.machines import Kill, Stop
 from offbeat.simulate.sandblaster import evaluation_seconds
+from offbeat.testing.sandblaster_faults import FOREVER, SHARDS, SandblasterContract, SandblasterWorld, play
 
-FEATURES, EXAMPLES, SHARDS = 6, 24, 2
-
-
-class Run:
-    """Workers, shards and coordinator in virtual time, on a small least-squares problem."""
-
-    def __init__(
-        self,
-        *,
-        workers: int = 3,
-        portions: int = 6,
-        iterations: int = 4,
-        **simulated: Any,
-    ) -> None:
-        source = np.random.default_rng(1)
-        self.inputs, self.wanted = source.normal(size=(EXAMPLES, FEATURES)), source.normal(size=EXAMPLES)
-        self.portions, self.iterations = portions, iterations
-        self.minimizer = Minimizer(Lbfgs(5), SHARDS, portions)
-        self.workers = [PortionWorker(worker_name(n), SHARDS) for n in range(workers)]
-        self.rows = [np.zeros(FEATURES) for _ in range(workers)]
-        self.registers = [Registers() for _ in range(SHARDS)]
-        self.ended = [0] * workers
-        shards = [VectorShard(n) for n in range(SHARDS)]
-        perform = {shard.name: registers.do for shard, registers in zip(shards, self.registers, strict=True)}
-        for number, worker in enumerate(self.workers):
-            perform[worker.name] = lambda work, number=number: self._work(number, work)
-        self.simulation = Simulation(
-            [self.minimizer, *shards, *self.workers], perform=perform, observer=MINIMIZER, **simulated
-        )
-        self.simulation.carry_out(worker_name(0), self.workers[0].load("float64", self._parts(np.zeros(FEATURES))))
-
-    def _parts(self, row: np.ndarray) -> list[Payload]:
-        parts = [row[slice(*share(FEATURES, shard, SHARDS))].copy() for shard in range(SHARDS)]
-        return [Payload(part.nbytes, part) for part in parts]
-
-    def _work(self, number: int, work: object) -> object:
-        match work:
-            case TakePart(shard, part):
-                self.rows[number][slice(*share(FEATURES, shard, SHARDS))] = part.handle
-            case Compute(_, portion):
-                rows = slice(*share(EXAMPLES, portion, self.portions))
-                error = self.inputs[rows] @ self.rows[number] - self.wanted[rows]
-                gradient = self.inputs[rows].T @ error / EXAMPLES
-                return Computed(float(error @ error) / 2 / EXAMPLES, self._parts(gradient))
-            case Ready(None):
-                for worker in self.workers:
-                    self._iterate(worker)
-            case Ready():
-                self.ended[number] += 1
-                if self.ended[number] < self.iterations:
-                    self._iterate(self.workers[number])
-            case _:
-                pass
-        return None
-
-    def _iterate(self, worker: PortionWorker) -> None:
-        """Begin the next iteration, after the event that is being handled."""
-        at = self.simulation.now
-        self.simulation._at(
-            at, lambda: self.simulation.alive(worker.name) and self.simulation.carry_out(worker.name, worker.iterate())
-        )
-
-    def over(self) -> bool:
-        return all(
-            done >= self.iterations or not self.simulation.alive(worker.name)
-            for worker, done in zip(self.workers, self.ended, strict=True)
-        )
-
-    def finish(self, seconds: float = 5000.0) -> np.ndarray:
-        assert self.simulation.run(seconds, self.over), "the run has not ended"
-        return np.concatenate([registers.row(PARAMETERS) for registers in self.registers])
-
-
-UNDISTURBED = Run().finish()
+COORDINATORS = [server_name(SHARDS, copy) for copy in (0, 1)]
 
 
 def test_the_undisturbed_result_is_the_optimum() -> None:
-    run = Run(iterations=12)
-    result = run.finish()
-    expected = np.linalg.lstsq(run.inputs, run.wanted, rcond=None)[0]
-    np.testing.assert_allclose(result, expected, atol=1e-4)
+    world = SandblasterWorld(iterations=12)
+    assert world.simulation().run(FOREVER, lambda: world.over)
+    expected = np.linalg.lstsq(world.inputs, world.wanted, rcond=None)[0]
+    np.testing.assert_allclose(world.searching[0].row, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("block", range(10))
 def test_fifty_random_schedules_of_faults_give_the_same_bits(block: int) -> None:
-    deaths = lost = 0
+    successors = dead = lost = 0
     for seed in range(50 * block, 50 * block + 50):
-        draw = random.Random(seed)
-        network = LossyNetwork(
-            jitter=draw.choice([0.0, 0.002, 0.05]), loss=draw.choice([0.0, 0.1, 0.3]), duplicate=draw.choice([0.0, 0.3])
-        )
-        faults: list[Any] = [
-            Kill(worker_name(n), draw.uniform(0.01, 0.3), seen_after=draw.uniform(0.0, 0.5))
-            for n in draw.sample([1, 2], draw.choice([0, 1, 2]))
-        ]
-        names = [MINIMIZER, *map(shard_name, range(SHARDS)), *map(worker_name, range(3))]
-        faults += [
-            Stop(draw.choice(names), draw.uniform(0, 0.3), draw.uniform(0, 1.0)) for _ in range(draw.choice([0, 3]))
-        ]
-        run = Run(network=network, faults=faults, seed=seed)
-        assert run.finish().tobytes() == UNDISTURBED.tobytes(), f"seed {seed}"
-        deaths += sum(not run.simulation.alive(worker.name) for worker in run.workers)
+        run = play(seed)
+        assert run.ended, f"seed {seed} has not ended"
+        assert not run.world.wrong(), f"seed {seed}: {run.world.wrong()}"
+        assert not run.world.membership.lost, f"seed {seed} has lost a shard"
+        view = run.world.membership.view
+        successors += sum(name.endswith(".1") for name in view.primaries)
+        dead += 3 - len(view.workers)
         lost += run.simulation.lost
-    assert deaths > 5
-    assert lost > 50
+    assert successors > 20
+    assert dead > 10
+    assert lost > 500
+
+
+def struck(*faults: Kill | Stop) -> SandblasterWorld:
+    """A run with these faults, after its end."""
+    world = SandblasterWorld()
+    assert world.simulation(faults=faults).run(FOREVER, lambda: world.over)
+    assert not world.wrong()
+    return world
+
+
+@pytest.mark.parametrize("moment", [0.02 + 0.011 * n for n in range(16)])
+@pytest.mark.parametrize("name", [server_name(0, 0), server_name(1, 0), COORDINATORS[0]])
+def test_a_server_may_die_at_any_moment_of_a_line_search(name: str, moment: float) -> None:
+    world = struck(Kill(name, moment, seen_after=0.05))
+    assert name not in world.membership.view.names
+
+
+def test_a_coordinator_that_was_stopped_for_long_is_refused_by_its_term() -> None:
+    world = struck(Stop(COORDINATORS[0], 0.05, 5.0))
+    old, new = world.minimizers
+    assert not new.fence.retired
+    assert world.membership.view.primaries[SHARDS] == COORDINATORS[1]
+    # What it wanted to say is refused by a shard in a later term.
+    shard = world.shards[0]
+    batch = msg.CommandBatch(number=shard.shard.memory.batch + 1, commands=(), term=0)
+    (refusal,) = shard.on(Received(old.name, batch), 10.0)
+    assert getattr(refusal, "message", None) == Fenced(shard.shard.memory.term)
+    assert shard.shard.memory.term > 0
+
+
+def test_a_shard_that_was_stopped_for_long_answers_nothing_any_more() -> None:
+    name = server_name(0, 0)
+    world = SandblasterWorld(iterations=12)
+    simulation = world.simulation(faults=[Stop(name, 0.05, 5.0)])
+    assert simulation.run(FOREVER, lambda: world.over and simulation.now > 10)
+    assert not world.wrong()
+    assert world.shards[0].fence.retired
+    assert world.shards[0].shard.memory.batch < world.shards[1].shard.memory.batch
+
+
+def test_a_shard_without_copies_that_dies_is_lost() -> None:
+    world = SandblasterWorld(replicas=0)
+    simulation = world.simulation(faults=[Kill(server_name(1, 0), 0.05, seen_after=0.05)])
+    assert simulation.run(FOREVER, lambda: world.over)
+    assert world.membership.lost == (1,)
 
 
 def test_portions_of_a_dead_worker_are_handed_out_again() -> None:
-    run = Run(workers=2, portions=8, faults=[Kill(worker_name(1), 0.0085, seen_after=0.1)])
-    assert run.finish().tobytes() == Run(workers=2, portions=8).finish().tobytes()
-    assert run.minimizer.handed_out[worker_name(1)] > 0
+    world = struck(Kill(worker_name(1), 0.05, seen_after=0.1))
+    minimizer = world.minimizers[0]
+    assert minimizer.account.handed_out[worker_name(1)] > 0
+    assert worker_name(1) not in world.membership.view.names
+
+
+def test_the_contract_holds_for_random_weather() -> None:
+    report = check_machine(SandblasterContract(), runs=25)
+    assert report.faults["kill"] > 3
 
 
 def test_a_worker_paused_two_fifths_of_the_time_costs_little_with_portions_and_much_without() -> None:

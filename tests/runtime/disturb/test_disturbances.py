@@ -127,14 +127,18 @@ def test_every_form_that_errors_show_is_understood(form: str) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "the sentence ends too early; what should come here is worker, server, client, data server or any"),
+        (
+            "",
+            "the sentence ends too early; what should come here is worker, server, client, data server, coordinator or "
+            "any",
+        ),
         (
             "bob 1: kill at step 3",
-            "'bob' is not understood; what should come here is worker, server, client, data server or any",
+            "'bob' is not understood; what should come here is worker, server, client, data server, coordinator or any",
         ),
         (
             "any: kill at step 3",
-            "':' is not understood; what should come here is worker, server, client or data server",
+            "':' is not understood; what should come here is worker, server, client, data server or coordinator",
         ),
         ("worker: pace 40ms", "':' is not understood; what should come here is the worker's number, or * for each"),
         ("worker -1: pace 40ms", "'-1' is not understood"),

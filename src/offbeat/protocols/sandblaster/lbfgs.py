@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from offbeat.protocols.sandblaster.commands import ProgramCall, command
 from offbeat.protocols.sandblaster.line_search import LineTrial, strong_wolfe
-from offbeat.protocols.sandblaster.messages import PARAMETERS, POINT
+from offbeat.protocols.sandblaster.messages import PARAMETERS, POINT, Iteration, OptimizerState
 
 _DIRECTION = "d"
 _GRADIENTS = ("g0", "g1", "g2", "g3")  # Of the start, both ends of an interval, and a trial.
@@ -50,21 +50,6 @@ Answer = Sequence[float]
 
 
 @dataclass(frozen=True)
-class Iteration:
-    """The end of an iteration."""
-
-    number: int
-    loss: float
-    gradient: float
-    """The largest absolute value of the gradient."""
-    step: float
-    evaluations: int
-    """Evaluations of the whole run."""
-    stopped: str = ""
-    """Why no further iteration would help; empty: one may."""
-
-
-@dataclass(frozen=True)
 class _Pair:
     """A step and the change of the gradient over it, in registers s and y of this slot."""
 
@@ -93,6 +78,19 @@ class Lbfgs:
         self._gradient = ""  # The register of the gradient at the parameters; empty before it is known.
         self._loss = self._steepest = math.nan
         self.iterations = self.evaluations = 0
+
+    def save(self) -> OptimizerState:
+        """Its state between two iterations."""
+        pairs = tuple((pair.slot, pair.scale) for pair in self._pairs)
+        known = self._diagonal, self._gradient, self._loss, self._steepest
+        return OptimizerState(pairs, *known, self.iterations, self.evaluations)
+
+    def restore(self, state: OptimizerState) -> None:
+        """Go on from a state that was saved."""
+        self._pairs = deque(_Pair(*pair) for pair in state.pairs)
+        self._diagonal, self._gradient = state.diagonal, state.gradient
+        self._loss, self._steepest = state.loss, state.steepest
+        self.iterations, self.evaluations = state.iterations, state.evaluations
 
     def iterate(self) -> Generator[Request, Answer, Iteration]:
         """One iteration: direction, line search, and the new pair of the history."""

@@ -18,7 +18,6 @@ class Portions:
         self._finished: set[int] = set()
         self.handed_out: Counter[Name] = Counter()
         self.duplicated: Counter[Name] = Counter()
-        self.reissued = 0
 
     @property
     def over(self) -> bool:
@@ -49,12 +48,13 @@ class Portions:
             self._waiting.remove(portion)
         return True
 
-    def lose(self, workers: Iterable[Name]) -> None:
-        """Workers have died: what only they had is handed out again, before all others."""
-        dead = set(workers)
+    def lose(self, workers: Iterable[Name]) -> int:
+        """Workers have died: what only they had is handed out again, before all others; returns how many these are."""
+        dead, lost = set(workers), 0
         for portion, held in sorted(self._holders.items(), reverse=True):
             held[:] = [worker for worker in held if worker not in dead]
             if not held:
                 del self._holders[portion]
                 self._waiting.appendleft(portion)
-                self.reissued += 1
+                lost += 1
+        return lost

@@ -1,14 +1,17 @@
-"""A shard of Sandblaster as a machine: it carries out batches of commands, serves registers and adds up gradients."""
+"""A shard of Sandblaster as what it does with the entries of its log: the same entries, the same shard."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, msgpack, structs
 
-from offbeat.protocols.machine import NOTHING, Done, Effect, Effects, Event, Name, Payload, Received
+from offbeat.protocols.machine import NOTHING, Effects, Name, Payload
 from offbeat.protocols.sandblaster import messages as msg
+from offbeat.protocols.servers.messages import Fenced
+
+_MEMORY = msgpack.Decoder(msg.ShardMemory)
 
 
 class CarryOut(Struct, frozen=True):
@@ -17,11 +20,12 @@ class CarryOut(Struct, frozen=True):
     commands: tuple[msg.Command, ...]
 
 
-class LoadParameters(Struct, frozen=True):
-    """Work: start from these parameters."""
+class LoadRegister(Struct, frozen=True):
+    """Work: this is a register; that of the parameters is the first, and there are no others yet."""
 
+    register: str
     kind: str
-    parameters: Payload
+    numbers: Payload
 
 
 class AddGradient(Struct, frozen=True):
@@ -37,66 +41,129 @@ class FetchRegister(Struct, frozen=True):
     register: str
 
 
-class VectorShard:
-    """One shard. Each batch is carried out once, and each portion's gradient is added once, whoever sends it again."""
+def packed(memory: msg.ShardMemory) -> Payload:
+    """A memory as a payload: with many portions it is too long for a header."""
+    data = msgpack.encode(memory)
+    return Payload(len(data), data)
 
-    def __init__(self, shard: int) -> None:
-        self.name = msg.shard_name(shard)
-        self._batch, self._reply = 0, msg.Scalars(0, ())
-        self._evaluation = 0  # The evaluation whose gradients are being added; 0: none.
-        self._portions: set[int] = set()
+
+def unpacked(payload: Payload) -> msg.ShardMemory:
+    """A memory from a payload."""
+    return _MEMORY.decode(payload.handle)
+
+
+class CommandedShard:
+    """One copy of a shard. Each batch is carried out once, and each portion's gradient is added once."""
+
+    def __init__(self) -> None:
+        self.memory = msg.ShardMemory()
         self._loaded: set[tuple[Name, int]] = set()
+        self._loader = 0  # The epoch of the newest load.
+        self._pending = 0  # The batch that is being carried out.
 
-    def begin(self, now: float) -> Sequence[Effect]:
-        """Nothing to do."""
-        del now
-        return ()
+    @property
+    def searched(self) -> int | None:
+        """The iteration in whose line search gradients are being added, from 0; None between two searches."""
+        memory = self.memory
+        searching = memory.saved is not None and memory.evaluation > memory.saved.evaluation and memory.portions
+        return memory.saved.iteration if memory.saved is not None and searching else None
 
-    def on(self, event: Event, now: float) -> Sequence[Effect]:
-        """Handle a message, or the end of work."""
-        del now
-        out = Effects()
-        match event:
-            case Received(sender, msg.CommandBatch() as batch):
-                self._carry_out(sender, batch, out)
-            case Received(sender, msg.LoadVector(number, kind), payload):
-                if (sender, number) not in self._loaded:
-                    self._loaded.add((sender, number))
-                    out.start(LoadParameters(kind, payload))
-                out.send(sender, msg.Accepted(number))
-            case Received(sender, msg.Read() as read):
-                self._read(sender, read, out)
-            case Received(sender, msg.Gradient() as gradient, payload):
-                if gradient.evaluation == self._evaluation and gradient.portion not in self._portions:
-                    self._portions.add(gradient.portion)
-                    out.start(AddGradient(gradient.portion, payload))
-                out.send(sender, msg.Accepted(gradient.number))
-            case Done(("batch", str(sender), int(number)), result):
-                self._reply = msg.Scalars(number, tuple(result))
-                out.send(sender, self._reply)
-            case Done(("read", str(sender), int(number)), Payload() as row):
-                out.send(sender, msg.Values(number), row)
+    # What changes the shard: entries of the log.
+
+    def apply(self, entry: msg.LogEntry, payload: Payload, out: Effects) -> None:
+        """Carry out an entry; copies do the same."""
+        match entry.request:
+            case msg.CommandBatch() as batch:
+                self._carry_out(entry.sender, batch, out)
+            case msg.Recover(_, term):
+                self._change(term=max(term, self.memory.term))
+            case msg.LoadVector() | msg.LoadMemory() as load if (entry.sender, load.number) not in self._loaded:
+                self._loaded.add((entry.sender, load.number))
+                if not self.memory.batch and load.epoch >= self._loader:
+                    self._load(load, payload, out)
+            case msg.Gradient() as gradient if self._wants(gradient):
+                self.memory.portions[gradient.portion] = gradient.loss
+                out.start(AddGradient(gradient.portion, payload))
             case _:
                 pass
-        return out.done
+
+    def _load(self, load: msg.LoadVector | msg.LoadMemory, payload: Payload, out: Effects) -> None:
+        """Take what the shard begins with; void once there was a command, or a successor of who loads it."""
+        self._loader = load.epoch
+        if isinstance(load, msg.LoadMemory):
+            self.memory = structs.replace(unpacked(payload), term=self.memory.term)
+        else:
+            out.start(LoadRegister(load.register, load.kind, payload))
+
+    def carried_out(self, number: int, values: Sequence[float]) -> None:
+        """A batch has given its numbers."""
+        self._change(batch=number, values=tuple(values))
 
     def _carry_out(self, sender: Name, batch: msg.CommandBatch, out: Effects) -> None:
-        if batch.number == self._reply.number:
-            out.send(sender, self._reply)
-        if batch.number <= self._batch:
+        if batch.term < self.memory.term or batch.number <= max(self.memory.batch, self._pending):
             return
-        self._batch = batch.number
+        self._pending = batch.number
+        answers = () if batch.saved is not None else self.memory.answers
+        self._change(
+            term=batch.term,
+            saved=batch.saved or self.memory.saved,
+            answers=answers if batch.answer is None else (*answers, batch.answer),
+        )
         for command in batch.commands:
-            if isinstance(command, msg.Gather | msg.Gathered):
-                self._evaluation = command.evaluation if isinstance(command, msg.Gather) else 0
-                self._portions = set()
+            if isinstance(command, msg.Gather):
+                self._change(evaluation=command.evaluation, gathering=True, portions={})
+            elif isinstance(command, msg.Gathered):
+                self._change(gathering=False)
         token: Any = ("batch", sender, batch.number)
         out.start(CarryOut(batch.commands), token)
 
+    def _wants(self, gradient: msg.Gradient) -> bool:
+        memory = self.memory
+        return memory.gathering and gradient.evaluation == memory.evaluation and gradient.portion not in memory.portions
+
+    def _change(self, **fields: Any) -> None:
+        self.memory = structs.replace(self.memory, **fields)
+
+    # Answers of the primary.
+
+    def answer(self, sender: Name, request: Any, out: Effects) -> bool:
+        """Answer a request that changes nothing, or nothing any more; False if it is for the log."""
+        memory = self.memory
+        match request:
+            case msg.CommandBatch(number, term=term):
+                if term < memory.term:
+                    out.send(sender, Fenced(memory.term))
+                elif number == memory.batch:
+                    out.send(sender, msg.Scalars(number, memory.values))
+                return term < memory.term or number <= memory.batch
+            case msg.Recover(number, term):
+                if 0 <= term < memory.term:
+                    out.send(sender, Fenced(memory.term))
+                elif term in (-1, memory.term):
+                    out.send(sender, msg.Recovered(number), packed(memory))
+                return term <= memory.term
+            case msg.LoadVector(number) | msg.LoadMemory(number):
+                if (sender, number) not in self._loaded:
+                    return False
+                out.send(sender, msg.Accepted(number))
+            case msg.Gradient():
+                if self._wants(request):
+                    return False
+                if request.evaluation <= memory.evaluation:
+                    out.send(sender, msg.Accepted(request.number))
+            case msg.Read():
+                self._read(sender, request, out)
+            case _:
+                pass
+        return True
+
     def _read(self, sender: Name, read: msg.Read, out: Effects) -> None:
+        """Send a register. Without an answer, the reader asks whoever is the primary then."""
+        memory = self.memory
         if read.evaluation < 0:
-            out.start(FetchRegister(msg.PARAMETERS), ("read", sender, read.number))
-        elif read.evaluation == self._evaluation:
+            if memory.batch >= read.after:
+                out.start(FetchRegister(read.register), ("read", sender, read.number))
+        elif read.evaluation == memory.evaluation and memory.gathering:
             out.start(FetchRegister(msg.POINT), ("read", sender, read.number))
-        else:
+        elif read.evaluation <= memory.evaluation:
             out.send(sender, msg.Values(read.number, stale=True), NOTHING)

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offbeat.protocols.machine import Effect, Ended, Payload
+from offbeat.protocols.machine import Effect, Event, Payload, Received
 from offbeat.protocols.partition import share
-from offbeat.protocols.sandblaster.messages import MINIMIZER, IterationEnd, shard_name
+from offbeat.protocols.sandblaster.messages import IterationEnd
 from offbeat.protocols.sandblaster.worker import Compute, Computed, PortionWorker, Ready, TakePart
-from offbeat.protocols.servers.messages import worker_name
+from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Viewed
 from offbeat.runtime.messages import Driver, Endpoint, Inbox
 from offbeat.runtime.sandblaster.plan import CountingCodec, SandblasterPlan
+from offbeat.runtime.servers.plan import Lines
 
 Row = NDArray[Any]
 Portion = Callable[[int, Row], tuple[float, Row]]
@@ -27,12 +28,12 @@ class ShardLink:
 
     def __init__(self, plan: SandblasterPlan, rank: int, check: Callable[[], None]) -> None:
         self._plan, self._check = plan, check
-        self._machine = PortionWorker(worker_name(rank), plan.shards)
-        self._endpoint: Endpoint[Any] = Endpoint(self._machine.name, CountingCodec())
-        for name in (MINIMIZER, *map(shard_name, range(plan.shards))):
-            self._endpoint.connect(name, plan.address(name))
+        self._machine = PortionWorker(rank, plan.servers.view)
+        self._endpoint: Endpoint[Any] = Endpoint(self._machine.name, CountingCodec(), keys=plan.servers.keys)
+        self._lines = Lines(plan.servers, self._endpoint)
+        self._lines.reach(plan.servers.view.servers)
         self._inbox = Inbox(self._endpoint)
-        self._driver = Driver(self._machine, self._endpoint, self._work, self._inbox)
+        self._driver = Driver(self._machine, self._endpoint, self._work, self._inbox, self._meet)
         self._ready: Ready | None = None
         self._row: Row = np.empty(0)
         self._compute: Portion | None = None
@@ -63,14 +64,19 @@ class ShardLink:
             raise RuntimeError("an iteration ended without its figures")
         return end
 
-    def bury(self, ranks: Sequence[int]) -> None:
-        """These workers have died; from any thread."""
-        for rank in ranks:
-            self._inbox.put(Ended(worker_name(rank)))
+    def viewed(self, view: ClusterView) -> None:
+        """The members have changed, or servers have other primaries; from any thread."""
+        self._inbox.put(Received(COORDINATOR, Viewed(view)))
 
     def close(self) -> None:
         """Close the connections."""
         self._endpoint.close()
+
+    def _meet(self, event: Event, effects: Sequence[Effect]) -> None:
+        """Connect to servers that have come later, before anything is sent to them."""
+        del effects
+        if isinstance(event, Received) and isinstance(event.message, Viewed):
+            self._lines.reach(event.message.view.servers)
 
     def _wait(self, effects: Sequence[Effect]) -> Ready:
         self._ready = None

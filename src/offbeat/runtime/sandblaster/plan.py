@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from offbeat.protocols.machine import Name
 from offbeat.protocols.sandblaster.messages import SandblasterMessage
-from offbeat.runtime.messages import Codec, address_in
-from offbeat.runtime.servers.plan import PAYLOAD_LIMIT
+from offbeat.runtime.messages import Codec
+from offbeat.runtime.servers.plan import PAYLOAD_LIMIT, ServerPlan
 
 
 class SandblasterPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How many shards and portions, and where the processes listen."""
+    """The servers of a run of Sandblaster, and what its coordinator decides by."""
 
-    folder: str
-    """A private folder with all sockets."""
-    shards: int
-    """Processes that hold the vectors."""
+    servers: ServerPlan
+    """Shards and, as the last server, the coordinator; with copies of each, and where they listen."""
     portions: int
     """Portions of the training data in each evaluation."""
     history: int
@@ -28,9 +24,10 @@ class SandblasterPlan(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: float
     """The largest number of the gradient at which the run ends."""
 
-    def address(self, name: Name) -> str:
-        """The address of a shard or of the coordinator."""
-        return address_in(Path(self.folder), name)
+    @property
+    def shards(self) -> int:
+        """Parts of the vectors, each on a server and its copies."""
+        return self.servers.shards - 1
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> SandblasterPlan:

@@ -38,8 +38,8 @@ class Registers:
                 return self.carry_out(commands)
             case shard.AddGradient(portion, gradient):
                 self.gather(portion, np.frombuffer(gradient.handle, dtype=self.row(msg.PARAMETERS).dtype))
-            case shard.LoadParameters(kind, parameters):
-                self.load(np.frombuffer(parameters.handle, dtype=kind))
+            case shard.LoadRegister(register, kind, numbers):
+                self.load(np.frombuffer(numbers.handle, dtype=kind), register)
             case shard.FetchRegister(register):
                 row = self.row(register)
                 return Payload(row.nbytes, row)
@@ -47,9 +47,10 @@ class Registers:
                 pass
         return None
 
-    def load(self, parameters: Row) -> None:
-        """Start from these parameters."""
-        self._rows = {msg.PARAMETERS: _aligned(parameters)}
+    def load(self, numbers: Row, register: str = msg.PARAMETERS) -> None:
+        """Fill a register; with that of the parameters everything begins anew."""
+        kept = {} if register == msg.PARAMETERS else self._rows
+        self._rows = kept | {register: _aligned(numbers)}
 
     def row(self, name: str) -> Row:
         """A register."""

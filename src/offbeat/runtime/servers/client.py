@@ -47,7 +47,8 @@ class ServerConnection:
         self._over = threading.Event()
         self._endpoint: Endpoint[Any] = Endpoint(machine.name, plan.codec(), keys=plan.keys)
         self._lines = Lines(plan, self._endpoint)
-        self._lines.reach([COORDINATOR, *plan.view.servers])
+        self._partners = plan.partners
+        self._lines.reach([COORDINATOR, *plan.partners(plan.view)])
         self.close = self._endpoint.close
         self.driver = Driver(machine, self._endpoint, notice)
         self._thread = threading.Thread(target=self._poll, name="offbeat client", daemon=True)
@@ -66,7 +67,7 @@ class ServerConnection:
 
     def reach(self, view: ClusterView) -> None:
         """Connect to all servers of a view: a new one may be the next primary."""
-        self._lines.reach(view.servers)
+        self._lines.reach(self._partners(view))
 
     @property
     def bytes_sent(self) -> int:

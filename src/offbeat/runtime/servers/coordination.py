@@ -96,9 +96,14 @@ class Coordination:
         """The error for a lost shard, if one is lost."""
         if not self._lost:
             return None
+        shard, plan = self._lost[0], self._plan
+        what = f"shard {shard} is lost: no server is left that holds this part of the parameters"
+        if plan.vectors and shard == plan.shards - 1:
+            what = f"the coordinator of sandblaster is lost: no copy of it (server {shard}) is left"
+        kind = "sandblaster" if plan.vectors else "server"
         return RunError(
-            f"shard {self._lost[0]} is lost: no server is left that holds this part of the parameters. Continue from "
-            f"the last checkpoint with --resume, or keep a copy on another server: server(..., replicas=1)."
+            f"{what}. Continue from the last checkpoint with --resume, or keep a copy on another server: "
+            f"{kind}(..., replicas=1)."
         )
 
     def _drive(self) -> None:

@@ -27,6 +27,8 @@ class ServerPlan(msgspec.Struct, frozen=True, kw_only=True):
     timing: Timeouts = msgspec.field(default_factory=Timeouts)
     addresses: dict[Name, str] = {}  # Addresses in a run over several hosts; by default in the folder.
     parts: tuple[int, ...] = ()  # The part of the model that each worker has; empty: every worker has a whole one.
+    vectors: bool = False
+    """Whether these are Sandblaster's: the last one commands the others, and workers have own connections to them."""
     pair: tuple[str, str] | None = None  # Public and secret key of the run; not needed in a private folder.
 
     def __repr__(self) -> str:
@@ -41,6 +43,10 @@ class ServerPlan(msgspec.Struct, frozen=True, kw_only=True):
     def view(self) -> ClusterView:
         """The initial view."""
         return ClusterView.of(self.workers, self.shards, self.replicas, self.parts)
+
+    def partners(self, view: ClusterView) -> tuple[Name, ...]:
+        """The servers that a worker's client asks."""
+        return () if self.vectors else view.servers
 
     def address(self, name: Name) -> str:
         """The address of a process."""

@@ -16,34 +16,36 @@ novice at a time, so that copies have an order in which each holds everything th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
 from msgspec import Struct
 
 from offbeat.protocols.machine import NOTHING, Effects, Name, Payload, Received
 from offbeat.protocols.servers import messages as msg
-from offbeat.protocols.servers.messages import Entry, Install, Replicate, Replicated, ShardState
+from offbeat.protocols.servers.messages import Install, Replicate, Replicated, ShardState
 from offbeat.protocols.servers.replica.fencing import Fence
 from offbeat.protocols.servers.replica.shard import Shard
 from offbeat.protocols.servers.replica.works import ReadShard, Release, Restore
 
 WINDOW = 64  # Entries that are resent at once to a backup that does not answer.
+E = TypeVar("E")
 
 
-class EntryLog:
+class EntryLog(Generic[E]):
     """Entries by index, from the first that some replica may lack."""
 
     def __init__(self, start: int = 0) -> None:
         self.end = start  # Number of entries so far.
-        self._kept: dict[int, tuple[Entry, Payload]] = {}
+        self._kept: dict[int, tuple[E, Payload]] = {}
         self._first = start
 
-    def append(self, entry: Entry, payload: Payload = NOTHING) -> None:
+    def append(self, entry: E, payload: Payload = NOTHING) -> None:
         """Add an entry."""
         self._kept[self.end] = (entry, payload)
         self.end += 1
 
-    def __getitem__(self, index: int) -> tuple[Entry, Payload]:
+    def __getitem__(self, index: int) -> tuple[E, Payload]:
         return self._kept[index]
 
     def forget(self, end: int) -> None:
@@ -107,15 +109,19 @@ class BackupProgress:
                     yield name, index
 
 
-class Replication:
-    """One replica's log: what it holds and has applied and, for a primary, what to send to its backups."""
+class Replication(Generic[E]):
+    """One replica's log: what it holds and has applied and, for a primary, what to send to its backups.
 
-    def __init__(self, backups: Iterable[Name]) -> None:
-        self.log = EntryLog()
+    What the entries are makes no difference to it; `envelope` makes the message that takes one to a backup.
+    """
+
+    def __init__(self, backups: Iterable[Name], envelope: Callable[..., Struct]) -> None:
+        self._envelope = envelope
+        self.log: EntryLog[E] = EntryLog()
         self.feed = BackupProgress(backups)
         self.applied = 0  # How many entries this replica has applied.
         self.committed = 0  # How many entries are known to be held by all replicas.
-        self.ahead: dict[int, tuple[Entry, Payload]] = {}  # Entries that came before others with lower indices.
+        self.ahead: dict[int, tuple[E, Payload]] = {}  # Entries that came before others with lower indices.
         self._settled_at = 0
 
     @property
@@ -133,26 +139,27 @@ class Replication:
         entries = self.feed.due(self.log.end, now) if patience is None else self.feed.overdue(patience, now)
         for backup, index in entries:
             entry, payload = self.log[index]
-            out.send(backup, Replicate(epoch=epoch, index=index, committed=self.committed - 1, entry=entry), payload)
+            message = self._envelope(epoch=epoch, index=index, committed=self.committed - 1, entry=entry)
+            out.send(backup, message, payload)
         if patience is None:
             self.committed = max(self.committed, self.feed.committed(self.log.end))
 
-    def to_apply(self) -> Iterator[tuple[Entry, Payload]]:
+    def to_apply(self) -> Iterator[tuple[E, Payload]]:
         """For a primary: the entries that all replicas hold and that must be applied now."""
         while self.applied < self.committed:
             self.applied += 1
             yield self.log[self.applied - 1]
         self.log.forget(self.committed)
 
-    def hold(self, message: Replicate, payload: Payload) -> Iterator[tuple[Entry, Payload]]:
-        """For a backup: take an entry; yields those that must be applied now, none of which was answered yet."""
+    def hold(self, message: Any, payload: Payload) -> Iterator[tuple[E, Payload]]:
+        """For a backup: take an envelope; yields entries that must be applied now, none of which was answered yet."""
         if message.index >= self.log.end:
             self.ahead[message.index] = (message.entry, payload)
         yield from self.in_turn()
         self.committed = max(self.committed, message.committed + 1)
         self.log.forget(self.committed)
 
-    def in_turn(self) -> Iterator[tuple[Entry, Payload]]:
+    def in_turn(self) -> Iterator[tuple[E, Payload]]:
         """The received entries that follow those that this replica holds."""
         while (following := self.ahead.pop(self.log.end, None)) is not None:
             self.log.append(*following)
@@ -168,7 +175,7 @@ class Replication:
 class Follower:
     """A backup's side: entries are taken from the primary in order, applied, and acknowledged."""
 
-    def __init__(self, shard: Shard, fence: Fence, replication: Replication) -> None:
+    def __init__(self, shard: Shard, fence: Fence, replication: Replication[msg.Entry]) -> None:
         self.installed: tuple[Name, int] | None = None
         """The state that this replica was given as a novice: from which primary, and which of its transfers."""
         self._shard, self._fence, self._replication = shard, fence, replication
@@ -194,7 +201,7 @@ class Follower:
             self._replication.restart(message.index)
         self._take(self._replication.in_turn(), event.sender, out)
 
-    def _take(self, entries: Iterable[tuple[Entry, Payload]], sender: Name, out: Effects) -> None:
+    def _take(self, entries: Iterable[tuple[msg.Entry, Payload]], sender: Name, out: Effects) -> None:
         for entry in entries:
             self._shard.apply(*entry, out)
         out.send(sender, Replicated(self._fence.view.epoch, self._replication.log.end - 1))

@@ -45,7 +45,7 @@ class ServerMachine:
         self.number = shard  # Which shard this is a replica of.
         self.shard = Shard(rule, view, shard)  # What this replica holds.
         self.fence = Fence(name, shard, view, joins)
-        self.replication = Replication(view.backups[shard])
+        self.replication: Replication[msg.Entry] = Replication(view.backups[shard], msg.Replicate)
         self._timing = timing or msg.Timeouts()
         self._colour = ShardColour(shard, self.shard, self.fence)
         self._follower = Follower(self.shard, self.fence, self.replication)
