@@ -59,7 +59,7 @@ def test_rules_that_keep_cause_and_effect_give_an_order_that_the_run_can_have_ha
     seen = replay(run, rule=rule)
     assert seen.events == sum(map(len, run.values()))
     assert seen.overtaken > 0
-    assert seen.consistent == (rule in ("real-time", "lamport", "vector")) == (not seen.example)
+    assert seen.consistent == (rule in ("time", "lamport", "vector")) == (not seen.example)
     assert (seen.held > 0, seen.longest > 0) == ((False, False) if rule == "arrival" else (True, True))
     assert (seen.probes > 0) == (rule == "lamport")
     assert seen.verdict is None
@@ -70,7 +70,7 @@ def test_arrival_order_shows_a_deadlock_that_a_consistent_cut_refutes() -> None:
     assert phantom.verdict.startswith("deadlock: worker 0 waits for worker 1 in receive from worker 1 #1 of group")
     assert phantom.refuted
     assert "which has none" in str(phantom)
-    assert all(not replay(ping_pong(), rule=rule).phantoms for rule in ("real-time", "lamport", "vector"))
+    assert all(not replay(ping_pong(), rule=rule).phantoms for rule in ("time", "lamport", "vector"))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -98,7 +98,7 @@ def test_a_consistent_cut_is_said_to_be_deadlocked_where_it_is() -> None:
 def test_clocks_that_do_not_agree_spoil_the_order_of_time_and_no_other() -> None:
     run = lockstep(2)
     run[1] = [Stamp(one.mark, one.about, one.sequence, one.time - 0.5) for one in run[1]]
-    assert not replay(run, rule="real-time").consistent
+    assert not replay(run, rule="time").consistent
     assert replay(run, rule="lamport").consistent
     assert replay(run, rule="vector").consistent
 
@@ -108,7 +108,7 @@ def test_of_a_long_run_the_last_events_are_replayed(rule: str, monkeypatch: pyte
     monkeypatch.setattr("offbeat.monitor.replay.MOST", 40)
     seen = replay(lockstep(2, 20), rule=rule)
     assert (seen.events, seen.left_out) == (40, 120)
-    assert seen.consistent == (rule in ("real-time", "lamport", "vector"))
+    assert seen.consistent == (rule in ("time", "lamport", "vector"))
     assert "120 older ones were left out" in seen.lines()[0]
 
 

@@ -211,7 +211,7 @@ class ExplainOptions:
     )
     delivery: str | None = option(
         None,
-        "Replay the run to a remote monitor under this delivery rule (fifo, real-time, lamport, vector, arrival): "
+        "Replay the run to a remote monitor under this delivery rule (fifo, time, lamport, vector, arrival): "
         "how many reports it buffers, for how long, and which verdicts are phantoms.",
         metavar="RULE",
     )

@@ -8,7 +8,7 @@ process that was stopped, sleeps or computes does not wait for a core.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -34,13 +34,13 @@ class QueueWriter:
         self._began: float | None = None
         self._next = 0.0
 
-    def note(self, now: float, processes: Mapping[int, int]) -> None:
-        """Record the waits of these workers' processes, if the last record is old enough."""
+    def note(self, now: float, ranks: Iterable[int], waited: Callable[[int], float | None]) -> None:
+        """Record the waits of these workers, if the last record is old enough."""
         if now < self._next:
             return
         self._began = now if self._began is None else self._began
         self._next = now + max(EVERY, RARELY * (now - self._began))
-        waits = {rank: seconds for rank, pid in processes.items() if (seconds := _waited(pid)) is not None}
+        waits = {rank: seconds for rank in ranks if (seconds := waited(rank)) is not None}
         with suppress(OSError), self._path.open("ab") as file:  # Without it, verdicts are only more careful.
             file.write(msgspec.json.encode((now, waits)) + b"\n")
 
@@ -68,7 +68,7 @@ def queued(queues: Queues, rank: int, start: float, stop: float) -> float | None
     return max(0.0, float(ended - began))
 
 
-def _waited(pid: int) -> float | None:
+def seconds_without_core(pid: int) -> float | None:
     """Seconds that a process's live threads have waited for a core; None if the kernel does not say."""
     try:
         counts = [path.read_text().split()[1] for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]

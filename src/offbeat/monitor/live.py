@@ -1,10 +1,10 @@
-"""Watches a run while it is going, a few times a second, by reading memory that the workers write anyway."""
+"""Watches a run while it is going, a few times a second: takes events in, puts them in order, and judges them."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -15,26 +15,24 @@ from offbeat.errors import UsageError
 from offbeat.monitor.cpu_wait import QueueWriter
 from offbeat.monitor.deadlocks import UNJUDGED, Judge, how_it_ended
 from offbeat.monitor.history import recorded
+from offbeat.monitor.intake.causes import LOCAL, WorkerCauses, of_server
+from offbeat.monitor.intake.order import CausalOrder
+from offbeat.monitor.intake.sources import EventBatch, EventSource, FolderSource
 from offbeat.monitor.staleness_and_nans import Unfit, unfit
 from offbeat.monitor.stragglers import ENOUGH, Blame, blame
 from offbeat.monitor.verdicts import DESYNC, NAN, SILENT, STRAGGLER, Verdict, worker_name
-from offbeat.protocols.causality.delivery import ByTime, Delivery, EventReport
-from offbeat.protocols.machine import Effect, Name, Received, Start, Timer
-from offbeat.runtime.events.recorder import FOLDER, Reader, events_file, stack_file
-from offbeat.runtime.events.worker import ask
+from offbeat.protocols.causality.clock_stamps import Occurrence
+from offbeat.protocols.causality.delivery_rule import DeliveryRule
+from offbeat.protocols.machine import Name
+from offbeat.runtime.events.recorder import Mark
 from offbeat.runtime.launch import RoleOutcome
-from offbeat.runtime.run.procfs import stat_fields
 
 EVERY: Final = 0.4  # Seconds between looks.
-AGE: Final = 0.05  # Seconds after which an event is judged, because nothing older is still being recorded.
 PATIENCE: Final = 10.0  # Seconds of waiting for a worker that does something else before that is reported.
-ANSWER: Final = 0.5  # Seconds for a worker to write its stack.
 STOPPED: Final = 0.8  # Seconds for which a process that others wait for is stopped before that is reported.
 RECENT: Final = 4096  # Number of events of each worker that are compared to find a straggler.
 IDLE: Final = 2  # Looks between which a worker must not have computed to count as waiting inside torch.
 NOTICE: Final = 1.0  # Seconds for a run to notice a death before that is reported.
-
-_SERVERS, _LAUNCHER = "servers", "launcher"  # Sources of events beside the workers.
 
 _FRAME: Final = re.compile(r'\s*File "(?P<file>[^"]*)", line \d+ in (?P<name>.*)')
 _OFFBEAT: Final = Path(__file__).parents[1]
@@ -42,50 +40,36 @@ _STAMPING: Final = (_OFFBEAT / "runtime/events/groups.py", _OFFBEAT / "runtime/e
 _STARTING: Final = frozenset({"_run_script", "_work", "work"})  # Functions of ours that are on every worker's stack.
 
 
-class Listener:
-    """Puts the events of all processes into the order of time, a fixed delay after they happened.
-
-    All processes of a host read the same clock, and their records are in memory at once. So events that are at least
-    `delta` seconds old show the run as it was at that moment, whichever file is read first.
-    """
-
-    def __init__(self, names: Sequence[Name], delta: float) -> None:
-        self._counts = dict.fromkeys(names, 0)
-        self._machine = ByTime(names, delta)
-        self._ready: list[Effect] = []
-
-    def hear(self, name: Name, time: float, what: Any, now: float) -> None:
-        """Take in an event of a process at that time."""
-        self._counts[name] += 1
-        self._ready += self._machine.on(Received(name, EventReport(self._counts[name], time, event=what)), now)
-
-    def due(self, now: float) -> Iterator[tuple[Name, Any]]:
-        """Processes and events that are old enough, in order; with an infinite time, all of them."""
-        effects, self._ready = [*self._ready, *self._machine.on(Timer("look"), now)], []
-        for effect in effects:
-            if isinstance(effect, Start) and isinstance(effect.work, Delivery):
-                yield effect.work.process, effect.work.report.event
-
-
 class _End(NamedTuple):
-    """The end of a process."""
+    """The end of a process: the last event of its history."""
 
     process: str
     how: str
     early: bool = False  # Whether the run goes on without it.
+    at: float = 0.0
+
+
+class _Rebirth(NamedTuple):
+    """Another process has taken a worker's place: the first event of its history."""
+
+    rank: int
 
 
 class LiveWatch:
     """The events of a run in progress, and verdicts on it."""
 
-    def __init__(self, folder: Path, workers: int) -> None:
-        self._folder, self._workers = folder, workers
+    def __init__(
+        self, folder: Path, workers: int, rule: DeliveryRule | None = None, source: EventSource | None = None
+    ) -> None:
+        self._folder = folder
         self._judge = Judge()
         self._ranks = {worker_name(rank): rank for rank in range(workers)}
-        self._listener = Listener([*self._ranks, _SERVERS, _LAUNCHER], AGE)
-        self._readers: dict[int, Reader] = {}
-        self._servers: dict[str, Reader] = {}
-        self._files: dict[int, int] = {}
+        self._source = source or FolderSource(folder, workers)
+        self.order = CausalOrder(list(self._ranks), rule or DeliveryRule())
+        self._out: set[str] = set()  # Workers that have left or ended.
+        self._causes = {name: WorkerCauses(rank, self._out) for name, rank in self._ranks.items()}
+        self._seen: set[int] = set()  # Ranks of workers that have recorded something.
+        self._ends: list[_End] = []  # Ends of processes whose last events may not be here yet.
         self._next = 0.0
         self._warned: set[int] = set()
         self._still: dict[int, tuple[int, int]] = {}
@@ -99,9 +83,6 @@ class LiveWatch:
         self._raised = False  # A worker has raised an error that is not about its peers.
         self._died = False
         self._queues = QueueWriter(folder)
-        (folder / FOLDER).mkdir(exist_ok=True)
-        for file in (folder / FOLDER).glob("*-*.*"):
-            file.unlink(missing_ok=True)
 
     def look(self) -> Verdict | None:
         """A verdict that has become certain, or something else worth reporting; each is reported once."""
@@ -110,9 +91,9 @@ class LiveWatch:
             return None
         self._next = now + EVERY
         moved = self._read(now)
-        self._queues.note(now, {rank: reader.pid for rank, reader in self._readers.items()})
+        self._queues.note(now, self._seen, lambda rank: self._source.without_core(worker_name(rank)))
         verdict = self._judge.final(moved, self._idle(moved))
-        if verdict is not None:
+        if verdict is not None and self.order.is_consistent(now):
             return self._with_stacks(verdict)
         return (
             self._deaths(now) or self._unfit() or self._stopping(now, moved) or self._silent(now) or self._straggling()
@@ -122,12 +103,10 @@ class LiveWatch:
         """Workers in the middle of backward that have neither moved nor computed for some looks."""
         still: dict[int, tuple[int, int]] = {}
         for rank in self._judge.in_backward() - set(moved):
-            pid = self._readers[rank].pid
-            status = stat_fields(f"{pid}/task/{pid}")
-            if status[:1] == ["S"]:
-                ticks = int(status[11]) + int(status[12])
+            state = self._source.state(worker_name(rank))
+            if state is not None and state.main == "S":
                 before, looks = self._still.get(rank, (-1, 0))
-                still[rank] = (ticks, looks + 1 if before == ticks else 0)
+                still[rank] = (state.ticks, looks + 1 if before == state.ticks else 0)
         self._still = still
         return {rank for rank, (_, looks) in still.items() if looks >= IDLE}
 
@@ -174,9 +153,9 @@ class LiveWatch:
 
     def _stopping(self, now: float, moved: Collection[int]) -> Verdict | None:
         """Processes that others wait for and that have been stopped for a while."""
-        late = self._judge.awaited(now, 0.0)
-        idle = [rank for rank in late if rank not in moved and rank in self._readers]
-        still = {rank for rank in idle if stat_fields(self._readers[rank].pid)[:1] in (["T"], ["t"])}
+        late = self._judge.awaited(self._known_until(now), 0.0)
+        states = {rank: self._source.state(worker_name(rank)) for rank in late if rank not in moved}
+        still = {rank for rank, state in states.items() if state is not None and state.stopped}
         self._stopped = {rank: self._stopped.get(rank, now) for rank in still}
         fresh = [rank for rank, since in self._stopped.items() if now - since >= STOPPED and rank not in self._warned]
         if not fresh:
@@ -189,9 +168,13 @@ class LiveWatch:
         ]
         return Verdict(SILENT, f"{'; '.join(words)}. It may be continued.", tuple(fresh))
 
+    def _known_until(self, now: float) -> float:
+        """The time up to which all workers are known: who is not heard of may have done what others wait for."""
+        return min((self._source.known_until(worker_name(rank), now) for rank in self._seen), default=now)
+
     def _silent(self, now: float) -> Verdict | None:
         """Workers that others have awaited for long, with their stacks."""
-        verdict = self._judge.silent(now, PATIENCE)
+        verdict = self._judge.silent(self._known_until(now), PATIENCE)
         if verdict is None or self._warned.issuperset(verdict.missing):
             return None
         self._warned.update(verdict.missing)
@@ -228,38 +211,54 @@ class LiveWatch:
             self._saw(_End(name, how_it_ended(outcome.exit_code, outcome.signal), early=True))
 
     def _saw(self, end: _End) -> None:
-        """Queue the end of a process behind its own events."""
-        now = time.monotonic()
-        self._listener.hear(_LAUNCHER, now, end, now)
+        """The end of a process, which is judged after all of its own events."""
+        self._ends.append(end._replace(at=time.monotonic()))
 
     def after_failure(self) -> tuple[Verdict | None, bool]:
         """The verdict on a run that has failed, and whether it explains the failure.
 
         Gloo may crash on sizes that differ, so that after a desync a death explains nothing.
         """
-        self._read(time.monotonic())
-        self._take(self._listener.due(float("inf")))
+        now = time.monotonic()
+        self._read(now, at_last=True)
+        self._take(self.order.due(now, all_of_it=True))
         verdict = self._judge.final() or self._judge.served.deaths()
         followed = not self._died or (verdict is not None and verdict.kind == DESYNC)
         return verdict, followed and not self._raised and verdict is not None and verdict.final
 
-    def _read(self, now: float) -> set[int]:
-        """Take in events that are old enough; returns the workers that have moved since the last look."""
-        for path in (self._folder / FOLDER).glob("server-*.events"):
-            if path.name not in self._servers:
-                with suppress(UsageError):
-                    self._servers[path.name] = Reader(path)
-        for rank in range(self._workers):
-            self._open(rank)
-        moved = {rank for rank, reader in self._readers.items() if reader.written != reader.read}
-        servers = ((_SERVERS, reader) for reader in self._servers.values())
-        for name, reader in [*servers, *((worker_name(rank), self._readers[rank]) for rank in moved)]:
-            reader.keep()
-            for stamp in reader.new():
-                if stamp.mark not in UNJUDGED:
-                    self._listener.hear(name, stamp.time, stamp, now)
-        self._take(self._listener.due(now))
+    def _read(self, now: float, at_last: bool = False) -> set[int]:
+        """Take in what has come and judge what is in order; returns the workers that have moved since the last look."""
+        moved: set[int] = set()
+        for batch in self._source.batches():
+            rank = self._ranks.get(batch.process)
+            if rank is not None:
+                moved.add(rank)
+            self._hear(batch, rank, now)
+        self._seen |= moved
+        for end in [end for end in self._ends if at_last or self._source.is_complete(end.process)]:
+            self._ends.remove(end)
+            self._out.add(end.process)
+            self.order.hear(end.process, Occurrence(time=end.at, event=end), now)
+            self.order.ended(end.process, now)
+        self._take(self.order.due(now))
         return moved
+
+    def _hear(self, batch: EventBatch, rank: int | None, now: float) -> None:
+        """Put a process's events into the order."""
+        name = batch.process
+        causes = None if rank is None else self._causes[name]
+        if rank is not None and batch.reborn:
+            self._out.discard(name)
+            causes = self._causes[name] = WorkerCauses(rank, self._out)
+            self.order.hear(name, Occurrence(time=now, event=_Rebirth(rank)), now)
+        if causes is not None and batch.dropped:
+            causes.dropped()
+        for stamp in batch.stamps:
+            if stamp.mark in LOCAL:
+                continue
+            if stamp.mark in (Mark.LEAVE, Mark.END):
+                self._out.add(name)
+            self.order.hear(name, of_server(stamp) if causes is None else causes.of(stamp), now)
 
     def _take(self, events: Iterable[tuple[Name, Any]]) -> None:
         """Judge events and ends of processes, which are in order now."""
@@ -268,34 +267,19 @@ class LiveWatch:
                 self._judge.served.gone[what.process] = what.how
             elif isinstance(what, _End):
                 self._judge.ended[self._ranks[what.process]] = what.how
-            elif name == _SERVERS:
-                self._judge.feed_server([what])
-            else:
+            elif isinstance(what, _Rebirth):
+                self._judge.reborn(what.rank)
+            elif what.mark in UNJUDGED:
+                continue
+            elif name in self._ranks:
                 self._judge.feed(self._ranks[name], [what])
-
-    def _open(self, rank: int) -> None:
-        """Open a worker's events file; if another process has taken its place, that one's."""
-        path = events_file(self._folder, rank)
-        with suppress(UsageError, FileNotFoundError):  # It has not begun yet.
-            inode = path.stat().st_ino
-            if self._files.get(rank) == inode:
-                return
-            reader = Reader(path)
-            if rank in self._files:
-                self._take(self._listener.due(float("inf")))
-                self._judge.reborn(rank)
-            self._files[rank], self._readers[rank] = inode, reader
+            else:
+                self._judge.feed_server([what])
 
     def _with_stacks(self, verdict: Verdict) -> Verdict:
         """Add the stacks of the missing workers."""
-        files = {rank: stack_file(self._folder, rank) for rank in verdict.missing if rank in self._readers}
-        for rank in files:
-            ask(self._readers[rank].pid)
-        deadline = time.monotonic() + ANSWER
-        while not all(file.stat().st_size for file in files.values()) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(0.05)  # A stack is written line by line.
-        stacks = {worker_name(rank): _own_frames(file.read_text(errors="replace")) for rank, file in files.items()}
+        names = [worker_name(rank) for rank in verdict.missing if rank in self._seen]
+        stacks = {name: _own_frames(stack) for name, stack in self._source.stacks(names).items()}
         return structs.replace(verdict, stacks={name: stack for name, stack in stacks.items() if stack})
 
 

@@ -32,7 +32,7 @@ MOST: Final = 20_000  # Maximum number of events that are replayed, the last one
 RULES: Final[Mapping[str, Callable[[Sequence[Name], float], Machine]]] = {
     "arrival": lambda names, _: delivery.ByArrival(names),
     "fifo": lambda names, delay: delivery.ByNumber(names, BOUND * delay),
-    "real-time": lambda names, delay: delivery.ByTime(names, BOUND * delay),
+    "time": lambda names, delay: delivery.ByTime(names, BOUND * delay),
     "lamport": lambda names, delay: delivery.ByLamport(names, 2 * delay, BOUND * delay),
     "vector": lambda names, delay: delivery.ByVector(names, BOUND * delay),
 }

@@ -188,7 +188,7 @@ def _launch(
     collected: _Collected,
     there: Placed | None,
 ) -> None:
-    watch = LiveWatch(folder.path, job.workers) if job.goal.watch else None
+    watch = LiveWatch(folder.path, job.workers, job.goal.delivery_rule) if job.goal.watch else None
     try:
         with serving(job, folder, there) as servers, data_serving(job, there) as data:
             collected.data = data

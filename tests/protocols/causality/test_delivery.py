@@ -270,6 +270,14 @@ def test_a_silent_process_is_probed_and_its_answer_counts_once_its_reports_are_h
     assert delivered(machine, ("b", EventReport(1, lamport=2))) == ["b1", "a1"]
 
 
+@pytest.mark.parametrize("make", [ByNumber, ByVector])
+def test_a_process_that_joins_is_listened_to_from_then_on(make: Callable[..., ByVector | ByNumber]) -> None:
+    machine, first = make("a"), EventReport(1, vector=(1, 1))
+    assert delivered(machine, ("b", first)) == []
+    machine.join("b")
+    assert delivered(machine, ("a", EventReport(1, vector=(1,))), ("b", first)) == ["a1", "b1"]
+
+
 def test_what_strangers_say_is_not_listened_to() -> None:
     assert delivered(ByNumber("ab"), ("c", EventReport(1)), Ended("c"), ("c", Alive(1, 1)), ("c", Dropped(1, 1))) == []
 
@@ -282,7 +290,7 @@ def test_what_strangers_say_is_not_listened_to() -> None:
         (lambda: ByNumber("a", grace=-1), "a grace of -1"),
         (lambda: ByTime("a", delta=-1), "a bound of -1"),
         (lambda: ByLamport("a", patience=0), "a patience of 0"),
-        (lambda: ByVector("ab").on(Received("a", EventReport(1, vector=(1,))), 0.0), "has the vector clock"),
+        (lambda: ByVector("ab").on(Received("b", EventReport(1, vector=(1,))), 0.0), "has the vector clock"),
         (
             lambda: ByVector("ab").on(Received("b", EventReport(1, vector=(1, 0))), 0.0),
             "its own must be the report's number",

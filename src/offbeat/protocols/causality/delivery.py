@@ -6,13 +6,14 @@ turn has come; a delivery is the work of a `Start`. docs/causality.md compares t
 No single process holds them up for ever. `Dropped` names events that were never reported. After a process has ended,
 reports in flight are waited for some seconds of grace; then what is missing is given up. A report that comes after
 something that should follow it is delivered as `late`: nothing is lost, and nobody takes it for being in order.
-The same report is delivered once. Unknown processes are ignored: when one joins, a new machine takes over.
+The same report is delivered once. Reports of unknown processes are ignored; `join` makes one known.
 
 Babaoglu and Marzullo, "Consistent Global States of Distributed Systems" (1993), section 5.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import Any
@@ -147,6 +148,11 @@ class _Deliverer:
         """Nothing, until a report comes."""
         return []
 
+    def join(self, process: Name) -> None:
+        """One more process, whose reports come from now on; vector clocks may lack an entry for it, which means 0."""
+        if process not in self._lines:
+            self._lines[process] = _Line(process, len(self._lines))
+
     def on(self, event: Event, now: float) -> Sequence[Effect]:
         """Deliveries in order, and probes to send."""
         effects: list[Effect] = []
@@ -235,8 +241,8 @@ class ByLamport(_Deliverer):
         if patience <= 0:
             raise UsageError(f"a patience of {patience} seconds makes no sense: give more than 0.")
         self._patience = patience
-        self._clocks = dict.fromkeys(processes, 0)
-        self._answers = dict.fromkeys(processes, Alive(0, 0))
+        self._clocks = defaultdict[Name, int](int)
+        self._answers = defaultdict[Name, Alive](lambda: Alive(0, 0))
         self._ready: list[tuple[int, int, Name, EventReport]] = []
         self._last = (0, 0)
         self._probing = False
@@ -305,8 +311,18 @@ class ByVector(_Deliverer):
         self._waiting: list[list[tuple[int, int]]] = [[] for _ in self._all]
         """Of each process, the lines that are blocked on it: a heap of how many of its reports they need, and which."""
 
+    def join(self, process: Name) -> None:
+        """One more process."""
+        super().join(process)
+        for line in list(self._lines.values())[len(self._all) :]:
+            self._all.append(line)
+            self._blocked.append(None)
+            self._waiting.append([])
+            self._passed = np.append(self._passed, 0)
+
     def _take(self, line: _Line, report: EventReport, now: float) -> Iterator[Effect]:
-        if len(report.vector) != len(self._all) or report.vector[line.index] != report.number:
+        size = len(report.vector)
+        if not line.index < size <= len(self._all) or report.vector[line.index] != report.number:
             raise UsageError(
                 f"report {report.number} of {line.name} has the vector clock {report.vector}: it must have an entry "
                 f"for each of the {len(self._all)} processes, and its own must be the report's number."
@@ -336,7 +352,7 @@ class ByVector(_Deliverer):
         if blocked is not None and blocked.known >= blocked.on.next:
             return True
         self._passed[line.index] = line.next - 1
-        ahead = np.greater(report.vector, self._passed)
+        ahead = np.greater(report.vector, self._passed[: len(report.vector)])
         if np.count_nonzero(ahead) == 1:  # Its own entry.
             return False
         for index in np.flatnonzero(ahead).tolist():

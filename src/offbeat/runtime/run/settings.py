@@ -16,6 +16,7 @@ from offbeat.protocols.placement import AUTO
 from offbeat.settings import option
 
 if TYPE_CHECKING:
+    from offbeat.protocols.causality.delivery_rule import DeliveryRule
     from offbeat.protocols.disturbances import Disturbance
     from offbeat.runtime.data_servers.plan import DataServerPlan
     from offbeat.runtime.servers.plan import ServerPlan
@@ -126,6 +127,21 @@ class Goal:
         "docs/data.md.",
         panel=ADVANCED,
     )
+    delivery: str = option(
+        "vector",
+        "Order in which --monitor judges events: by [bold]vector[/bold] clocks; by [bold]lamport[/bold] clocks, with "
+        "probes of silent processes; by [bold]time[/bold], if clocks agree and no event takes longer than a bound; or "
+        "[bold]fifo[/bold], as they come. Verdicts are reached on consistent cuts only.",
+        metavar="vector|lamport|time|fifo",
+        panel=OBSERVED,
+    )
+    delivery_bound: float | None = option(
+        None,
+        "Seconds: for `time`, how long an event may take (0.05 by default); for `lamport`, how long a process may be "
+        "silent before it is probed (0.2); for `vector`, how long a cause may be missing (2).",
+        metavar="SECONDS",
+        panel=OBSERVED,
+    )
     placement: str = option(
         AUTO,
         "Which workers share a split replica: [bold]auto[/bold] keeps ways, then stages, on one host; "
@@ -159,6 +175,7 @@ class Goal:
         from offbeat.runtime.data.label_skew import Parts  # Needs torch.
 
         Parts.parse(self.parts)
+        _ = self.delivery_rule
         if self.backend not in ("gloo", "offbeat"):
             raise UsageError(f"--backend {self.backend!r} is not a backend. Say gloo or offbeat.")
         if self.backend == "offbeat" and self.device != "cpu":
@@ -173,6 +190,13 @@ class Goal:
         from offbeat.protocols.disturbances import parse  # Needs numpy, which would slow down `offbeat --help`.
 
         return [parse(sentence) for sentence in self.disturb]
+
+    @property
+    def delivery_rule(self) -> DeliveryRule:
+        """The order in which the monitor judges events."""
+        from offbeat.protocols.causality.delivery_rule import DeliveryRule
+
+        return DeliveryRule(self.delivery, self.delivery_bound)
 
     def without_effect(self) -> list[str]:
         """The options given that have no effect on a script that never joins a team."""

@@ -1,0 +1,1 @@
+"""How a monitor takes events in: where they come from, what caused what, and the order in which they are judged."""
