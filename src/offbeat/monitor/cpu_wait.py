@@ -66,12 +66,3 @@ def queued(queues: Queues, rank: int, start: float, stop: float) -> float | None
         return None
     began, ended = np.interp([start, stop], times, waited)
     return max(0.0, float(ended - began))
-
-
-def seconds_without_core(pid: int) -> float | None:
-    """Seconds that a process's live threads have waited for a core; None if the kernel does not say."""
-    try:
-        counts = [path.read_text().split()[1] for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
-    except (OSError, IndexError):
-        return None
-    return sum(map(int, counts)) / 1e9 if counts else None

@@ -68,7 +68,6 @@ class LiveWatch:
         self.order = CausalOrder(list(self._ranks), rule or DeliveryRule())
         self._out: set[str] = set()  # Workers that have left or ended.
         self._causes = {name: WorkerCauses(rank, self._out) for name, rank in self._ranks.items()}
-        self._seen: set[int] = set()  # Ranks of workers that have recorded something.
         self._ends: list[_End] = []  # Ends of processes whose last events may not be here yet.
         self._next = 0.0
         self._warned: set[int] = set()
@@ -91,7 +90,7 @@ class LiveWatch:
             return None
         self._next = now + EVERY
         moved = self._read(now)
-        self._queues.note(now, self._seen, lambda rank: self._source.without_core(worker_name(rank)))
+        self._queues.note(now, self._ranks.values(), lambda rank: self._source.without_core(worker_name(rank)))
         verdict = self._judge.final(moved, self._idle(moved))
         if verdict is not None and self.order.is_consistent(now):
             return self._with_stacks(verdict)
@@ -170,7 +169,7 @@ class LiveWatch:
 
     def _known_until(self, now: float) -> float:
         """The time up to which all workers are known: who is not heard of may have done what others wait for."""
-        return min((self._source.known_until(worker_name(rank), now) for rank in self._seen), default=now)
+        return min(self._source.known_until(name, now) for name in self._ranks)
 
     def _silent(self, now: float) -> Verdict | None:
         """Workers that others have awaited for long, with their stacks."""
@@ -234,7 +233,6 @@ class LiveWatch:
             if rank is not None:
                 moved.add(rank)
             self._hear(batch, rank, now)
-        self._seen |= moved
         for end in [end for end in self._ends if at_last or self._source.is_complete(end.process)]:
             self._ends.remove(end)
             self._out.add(end.process)
@@ -278,7 +276,7 @@ class LiveWatch:
 
     def _with_stacks(self, verdict: Verdict) -> Verdict:
         """Add the stacks of the missing workers."""
-        names = [worker_name(rank) for rank in verdict.missing if rank in self._seen]
+        names = [worker_name(rank) for rank in verdict.missing]
         stacks = {name: _own_frames(stack) for name, stack in self._source.stacks(names).items()}
         return structs.replace(verdict, stacks={name: stack for name, stack in stacks.items() if stack})
 

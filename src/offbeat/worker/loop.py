@@ -61,7 +61,8 @@ def work(config: Mapping[str, Any], control: Control) -> None:
     goal, in_place_of_gloo = assignment.goal, assignment.goal.backend == "offbeat"
     if in_place_of_gloo and not goal.watch:
         stand_in_for_gloo()
-    recording = written_down(Path(config["folder"]), where().rank, in_place_of_gloo) if goal.watch else nullcontext()
+    events = Path(config.get("events") or config["folder"])
+    recording = written_down(events, where().rank, in_place_of_gloo) if goal.watch else nullcontext()
     with recording:
         if not config.get("script"):
             learn(TaskReference(**config["task"]), assignment)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from offbeat.errors import UsageError
-from offbeat.monitor.cpu_wait import seconds_without_core
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.machine import Name
+from offbeat.runtime.events.process_state import ProcessState, seconds_without_core, stacks_of, state_of
 from offbeat.runtime.events.recorder import FOLDER, Reader, Stamp, events_file, stack_file
-from offbeat.runtime.events.worker import ask
-from offbeat.runtime.run.procfs import stat_fields
-
-ANSWER: Final = 0.5  # Seconds for a worker to write its stack.
 
 
 class EventBatch(NamedTuple):
@@ -26,14 +21,6 @@ class EventBatch(NamedTuple):
     stamps: Sequence[Stamp]
     dropped: int = 0  # Number of events before them that were lost.
     reborn: bool = False  # Whether another process has taken its place, whose first events these are.
-
-
-class ProcessState(NamedTuple):
-    """What the kernel says of a process."""
-
-    main: str  # What its main thread does: R, S, T …
-    ticks: int  # Processor time of its main thread.
-    stopped: bool  # Whether all of it is stopped.
 
 
 class EventSource(Protocol):
@@ -71,6 +58,7 @@ class FolderSource:
         self._folder, self._workers = folder, workers
         self._readers: dict[Name, Reader] = {}
         self._files: dict[Name, int] = {}
+        self.shifts: dict[Name, float] = {}  # How far the clock of each process is ahead of ours, unless it is ours.
         (folder / FOLDER).mkdir(exist_ok=True)
         for file in (folder / FOLDER).glob("*-*.*"):
             file.unlink(missing_ok=True)
@@ -86,7 +74,7 @@ class FolderSource:
         for name, reader in sorted(self._readers.items()):
             if reader.written != reader.read or name in reborn:
                 reader.keep()
-                before = reader.dropped
+                before, reader.shift = reader.dropped, self.shifts.get(name, 0.0)
                 stamps = reader.new()
                 yield EventBatch(name, stamps, reader.dropped - before, name in reborn)
 
@@ -114,8 +102,8 @@ class FolderSource:
 
     def stacks(self, processes: Sequence[Name]) -> dict[Name, str]:
         """The stacks of workers of this machine, of those that answer in time."""
-        pids = {name: self._readers[name].pid for name in processes if name in self._readers}
-        return stacks_of(self._folder, pids)
+        known = {name: self._readers[name] for name in processes if name in self._readers}
+        return stacks_of({name: (reader.pid, stack_file(self._folder, reader.rank)) for name, reader in known.items()})
 
     def known_until(self, process: Name, now: float) -> float:  # noqa: ARG002
         """Now: memory is read as it is written."""
@@ -124,23 +112,3 @@ class FolderSource:
     def is_complete(self, process: Name) -> bool:  # noqa: ARG002
         """All of it: what an ended process has written to memory is there."""
         return True
-
-
-def state_of(pid: int) -> ProcessState | None:
-    """What the kernel of this machine says of a process."""
-    whole, main = stat_fields(pid), stat_fields(f"{pid}/task/{pid}")
-    if not whole or not main:
-        return None
-    return ProcessState(main[0], int(main[11]) + int(main[12]), whole[0] in ("T", "t"))
-
-
-def stacks_of(folder: Path, pids: Mapping[Name, int]) -> dict[Name, str]:
-    """The stacks that workers of this machine dump into their folder when they are asked to."""
-    files = {name: stack_file(folder, int(name.partition(" ")[2])) for name in pids}
-    for pid in pids.values():
-        ask(pid)
-    deadline = time.monotonic() + ANSWER
-    while not all(file.stat().st_size for file in files.values()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.05)  # A stack is written line by line.
-    return {name: file.read_text(errors="replace") for name, file in files.items()}

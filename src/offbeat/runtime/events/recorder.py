@@ -42,9 +42,9 @@ MEMBERS = 1 << 16  # Most workers in a group.
 _MOST = 1 << 53  # Larger than any number, step or time of a run, and exact as a float.
 _SLOT = 1024
 _TABLE_AT = 64
-_RING_AT = _TABLE_AT + NAMES * _SLOT
-_SIZE = _RING_AT + RECORDS * _RECORD.size
-_FIELDS = np.dtype(
+RING_AT = _TABLE_AT + NAMES * _SLOT
+_SIZE = RING_AT + RECORDS * _RECORD.size
+FIELDS = np.dtype(
     [
         ("kind", "<u4"), ("name", "<u4"), ("sequence", "<u8"), ("time", "<f8"), ("step", "<i8"), ("value", "<i8"),
         ("number", "<u8"),
@@ -90,7 +90,7 @@ KINDS = ("unknown", "input", "computing", "exchanging", "evaluating", "other", "
 UNKNOWN, INPUT, COMPUTING, EXCHANGING, EVALUATING, OTHER, WAITING = range(len(KINDS))
 
 Write = Callable[..., None]
-_Records = npt.NDArray[np.void]
+RecordTable = npt.NDArray[np.void]
 
 
 class About(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -140,15 +140,8 @@ class Recorder:
         self.kept: list[Any] = []
         """Groups that were shut down, until the next is made: if DDP's reducer dropped the last reference to one, it
         would join its threads while holding Python's lock, which those may need."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("w+b") as file:
-                file.truncate(_SIZE)
-                self._memory = mmap.mmap(file.fileno(), _SIZE)
-        except OSError as error:
-            raise OutputError(f"{path} cannot be written: {error}. Free some space, or omit --monitor.") from error
+        self._memory = create(path, os.getpid(), rank)
         self.stamp = _writer(self._memory)  # Records an event: its kind, name, sequence number, step and value.
-        _HEADER.pack_into(self._memory, 0, _MAGIC, os.getpid(), rank, RECORDS, NAMES)
 
     def group(self, name: str) -> str:
         """A unique name for a new group: one opened a second time under a name is another group."""
@@ -168,11 +161,8 @@ class Recorder:
             if key in self._names:
                 return self._names[key]
         text = msgspec.json.encode(about)
-        if number > NAMES or len(text) > _SLOT - _LENGTH.size:
+        if number > NAMES or not write_name(self._memory, number, text):
             return 0
-        at = _TABLE_AT + (number - 1) * _SLOT
-        self._memory[at + _LENGTH.size : at + _LENGTH.size + len(text)] = text
-        _LENGTH.pack_into(self._memory, at, len(text))
         self._names[key] = number
         return number
 
@@ -197,13 +187,36 @@ class Recorder:
             work.look()
 
 
+def create(path: Path, pid: int, rank: int) -> mmap.mmap:
+    """A new events file of a process, mapped."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w+b") as file:
+            file.truncate(_SIZE)
+            memory = mmap.mmap(file.fileno(), _SIZE)
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error}. Free some space, or omit --monitor.") from error
+    _HEADER.pack_into(memory, 0, _MAGIC, pid, rank, RECORDS, NAMES)
+    return memory
+
+
+def write_name(memory: mmap.mmap, number: int, text: bytes) -> bool:
+    """Write an entry of the table of names; False if it is too long."""
+    if len(text) > _SLOT - _LENGTH.size:
+        return False
+    at = _TABLE_AT + (number - 1) * _SLOT
+    memory[at + _LENGTH.size : at + _LENGTH.size + len(text)] = text
+    _LENGTH.pack_into(memory, at, len(text))
+    return True
+
+
 def _writer(memory: mmap.mmap) -> Write:
     """A function that writes one record; a closure, because attribute look-ups would take as long as the write."""
     pack, clock, following = _RECORD.pack_into, time.monotonic, itertools.count(1).__next__
 
     def stamp(mark: int, name: int = 0, sequence: int = 0, step: int = 0, value: int = 0) -> None:
         number = following()
-        pack(memory, _RING_AT + number % RECORDS * 48, mark, name, sequence, clock(), step, value, number)
+        pack(memory, RING_AT + number % RECORDS * 48, mark, name, sequence, clock(), step, value, number)
 
     return stamp
 
@@ -220,15 +233,16 @@ class Reader:
             raise UsageError(f"{path} cannot be read as events: {error}.") from error
         if (magic, records, names) != (_MAGIC, RECORDS, NAMES):
             raise UsageError(f"{path} holds no events that this version of offbeat can read.")
+        self.shift = 0.0  # How far the clock of its times is ahead of the reader's, in seconds.
         self.dropped = 0  # Events that were overwritten before they were read.
         self.read = 0  # Events read or found missing.
         self._path = path
-        self._ring = np.frombuffer(self._memory, _FIELDS, RECORDS, _RING_AT)
+        self._ring = np.frombuffer(self._memory, FIELDS, RECORDS, RING_AT)
         self._abouts: dict[int, About | None] = {0: None}
         self._kept = 0
         self._earlier = self._older() if kept else self._ring[:0]
 
-    def _older(self) -> _Records:
+    def _older(self) -> RecordTable:
         """The saved events; a torn last one is omitted."""
         path = kept_file(self._path)
         try:
@@ -237,7 +251,7 @@ class Reader:
             return self._ring[:0]
         except (OSError, ValueError) as error:
             raise UsageError(f"{path} cannot be read as events: {error}.") from error
-        records = np.frombuffer(raw[: len(raw) // _RECORD.size * _RECORD.size], _FIELDS)
+        records = np.frombuffer(raw[: len(raw) // _RECORD.size * _RECORD.size], FIELDS)
         numbers = records["number"].astype(np.int64)
         if len(numbers) and (numbers[0] < 1 or (np.diff(numbers) < 1).any()):
             raise UsageError(f"{path} is damaged: its events are not numbered in their order. Remove it to do without.")
@@ -254,14 +268,14 @@ class Reader:
     def new(self) -> list[Stamp]:
         """The complete events since the last call."""
         return [
-            Stamp(_MARKS[kind], self.about(name), sequence, at, step, value)
+            Stamp(_MARKS[kind], self.about(name), sequence, at - self.shift, step, value)
             for kind, name, sequence, at, step, value, _ in self.rows().tolist()
         ]
 
-    def rows(self) -> _Records:
+    def rows(self) -> RecordTable:
         """The same as a numpy table with a column per field; `about` resolves the names."""
         earlier, self._earlier = self._earlier, self._ring[:0]
-        rows = np.concatenate([self._counted(earlier), self._counted(self._since(self.read))])
+        rows = np.concatenate([self._counted(earlier), self._counted(self.since(self.read))])
         wrong = (rows["kind"] < 1) | (rows["kind"] > len(_MARKS)) | (rows["name"] > NAMES)
         wrong |= (rows["sequence"] > _MOST) | ~(np.abs(rows["time"]) < _MOST)  # Also true for NaN.
         wrong |= (np.abs(rows["step"]) > _MOST) | (np.abs(rows["value"]) > _MOST)
@@ -274,33 +288,37 @@ class Reader:
         """Save records that may be overwritten before the run ends; call it now and then."""
         if self.written - self._kept < RECORDS // 2 or self._kept > KEPT:
             return
-        records = self._since(self._kept)
+        records = self.since(self._kept)
         # A replacement process counts from 1 again: the saved records of the other would not fit.
         mode = "ab" if self._kept else "wb"
         with suppress(OSError), kept_file(self._path).open(mode) as file:  # They then count as dropped.
             file.write(records.tobytes())
         self._kept = int(records["number"][-1])
 
-    def _since(self, number: int) -> _Records:
+    def since(self, number: int) -> RecordTable:
         """The complete records in the ring after this one."""
         written = self.written
         numbers = np.arange(max(number, written - RECORDS) + 1, written + 1)
         records = self._ring[numbers % RECORDS]
         return records[records["number"] == numbers]
 
-    def _counted(self, records: _Records) -> _Records:
+    def _counted(self, records: RecordTable) -> RecordTable:
         if len(records):
             last = int(records["number"][-1])
             self.dropped += last - self.read - len(records)
             self.read = last
         return records
 
+    def text(self, number: int) -> bytes:
+        """The entry of this number in the table of names."""
+        at = _TABLE_AT + (number - 1) * _SLOT
+        (length,) = _LENGTH.unpack_from(self._memory, at)
+        return self._memory[at + _LENGTH.size : at + _LENGTH.size + length]
+
     def about(self, number: int) -> About | None:
         """What records of this name are about."""
         if number not in self._abouts:
-            at = _TABLE_AT + (number - 1) * _SLOT
-            (length,) = _LENGTH.unpack_from(self._memory, at)
-            text = self._memory[at + _LENGTH.size : at + _LENGTH.size + length]
+            text = self.text(number)
             try:
                 about = msgspec.json.decode(text, type=About)
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
