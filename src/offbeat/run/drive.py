@@ -30,6 +30,7 @@ from offbeat.monitor import LASTING, STRAGGLER, LiveWatch, Verdict
 from offbeat.protocols.disturbances import asked, check
 from offbeat.run import job as jobs
 from offbeat.run.data_supervisor import DataServing, data_serving
+from offbeat.run.event_links import event_links
 from offbeat.run.input_advice import input_advice
 from offbeat.run.job import Job, Script, agreed_workers, earlier, plain_target, resolve
 from offbeat.run.server_supervisor import Serving, role_counts, servers_of, serving
@@ -188,10 +189,16 @@ def _launch(
     collected: _Collected,
     there: Placed | None,
 ) -> None:
-    watch = LiveWatch(folder.path, job.workers, job.goal.delivery_rule) if job.goal.watch else None
+    watch: LiveWatch | None = None
     try:
-        with serving(job, folder, there) as servers, data_serving(job, there) as data:
+        with (
+            event_links(job, folder, there) as links,
+            serving(job, folder, there) as servers,
+            data_serving(job, there) as data,
+        ):
             collected.data = data
+            if job.goal.watch:
+                watch = LiveWatch(folder.path, job.workers, job.goal.delivery_rule, links.source)
 
             def tick() -> None:
                 servers.tick(collected.watcher.tick)
@@ -199,7 +206,7 @@ def _launch(
                 for role in servers.condemned(time.monotonic()):
                     starter.kill(role)
                 for new in servers.renewals():
-                    starter.add(new)
+                    starter.add(links.on_its_host(new))
 
             def ended(outcome: RoleOutcome) -> None:
                 servers.ended(outcome)
@@ -207,6 +214,9 @@ def _launch(
                     watch.ended(outcome)
                     if outcome.role.kind == "server":
                         watch.lost_server(str(outcome.role), outcome)
+                forwarder = links.replacement(outcome)
+                if forwarder is not None:
+                    starter.add(forwarder)
                 reader = data.ended(outcome, collected.fired_for(outcome.role))
                 if reader is not None:
                     starter.add(reader)
@@ -218,9 +228,10 @@ def _launch(
 
             starter.run(
                 [
-                    *_roles(job, folder, store, servers, data, there),
-                    *servers.roles(job, folder),
+                    *map(links.on_its_host, _roles(job, folder, store, servers, data, there)),
+                    *map(links.on_its_host, servers.roles(job, folder)),
                     *data.roles(job, folder),
+                    *links.roles,
                 ],
                 on_message=collected.message,
                 on_tick=tick,

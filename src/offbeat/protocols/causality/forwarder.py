@@ -31,6 +31,7 @@ from offbeat.protocols.machine import (
 )
 
 HOME: Final[Name] = "collector"
+MOST_AHEAD: Final = 1024  # Batches that are kept while one before them is missing; later ones will be sent again.
 _LOOK, _READ, _RESEND, _PULSE, _GREET = "look", "read", "resend", "pulse", "greet"
 
 
@@ -276,7 +277,8 @@ class LinkState(Struct):
 class _Link:
     def __init__(self, machine: Name) -> None:
         self.state = LinkState(machine)
-        self.number = 0  # The last batch that has come.
+        self.number = 0  # The last batch that has come, as have all before it.
+        self.ahead: dict[int, tuple[Records, Payload]] = {}  # Batches that have overtaken others.
         self.estimate = OffsetEstimate()
         self.positions: dict[Name, Position] = {}
         self.pulses: dict[Name, tuple[ProcessPulse, float]] = {}  # With when they were sent, on the machine's clock.
@@ -312,9 +314,11 @@ class Collector:
                 self._greeted(link, message)
                 effects.send(event.sender, Positions(message.life, tuple(link.positions.values())))
             case Records() if message.life == link.state.life:
-                if message.number == link.number + 1:
+                if message.number > link.number and len(link.ahead) < MOST_AHEAD:
+                    link.ahead[message.number] = message, event.payload
+                while (following := link.ahead.pop(link.number + 1, None)) is not None:
                     link.number += 1
-                    self._take(link, message, event.payload, effects)
+                    self._take(link, *following, effects)
                 effects.send(event.sender, Acknowledgement(message.life, link.number, now))
             case Pulse() if message.life == link.state.life:
                 self._beat(link, message, now)
@@ -329,6 +333,7 @@ class Collector:
         if greeting.life != link.state.life:
             link.state.restarts += link.state.life >= 0
             link.state.life, link.state.clock, link.number = greeting.life, greeting.clock, 0
+            link.ahead.clear()
 
     def _take(self, link: _Link, batch: Records, payload: Payload, effects: Effects) -> None:
         before = link.positions.get(batch.process)
