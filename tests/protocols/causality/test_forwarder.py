@@ -14,7 +14,7 @@ from offbeat.protocols.causality.forwarder import (
     Continue,
     Forwarder,
     Greeting,
-    Pace,
+    LinkPace,
     Positions,
     ProcessPulse,
     ReadRecords,
@@ -73,7 +73,7 @@ class World:
     def __init__(
         self, seed: int, network: LossyNetwork, faults: Sequence[Fault] = (), ring: int = 100_000, window: int = 1 << 20
     ) -> None:
-        self.pace = Pace(window=window)
+        self.pace = LinkPace(window=window)
         self.machines = {"m0": ("worker 0", "worker 1"), "m1": ("worker 2", "worker 3")}
         self.collector = Collector(list(self.machines))
         self.came: dict[str, list[int]] = {name: [] for names in self.machines.values() for name in names}
@@ -157,7 +157,7 @@ def test_what_was_overwritten_during_a_partition_is_announced_as_lost(faults: st
 
 
 def test_what_is_under_way_is_bounded() -> None:
-    pace = Pace(window=10 * SIZE)
+    pace = LinkPace(window=10 * SIZE)
     machine = Forwarder("m", 1, "", pace)
     machine.begin(0.0)
     machine.on(Received(HOME, Positions(1, ())), 0.0)
@@ -175,7 +175,7 @@ def test_what_is_under_way_is_bounded() -> None:
 def test_a_machine_that_is_silent_for_long_holds_nobody_up() -> None:
     world = World(0, LossyNetwork(delay=0.005), [Kill("m0", 2.0)])
     assert world.simulation.run(120.0, until=world.finished)
-    assert world.simulation.now - 2.0 > Pace().lost
+    assert world.simulation.now - 2.0 > LinkPace().lost
     assert world.collector.is_broken("m0", world.simulation.now)
     assert not world.collector.is_broken("m1", world.simulation.now)
 

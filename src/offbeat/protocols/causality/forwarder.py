@@ -1,7 +1,7 @@
 """Events of a machine on their way to a monitor on another: a forwarder there, a collector here.
 
 A forwarder reads what the processes of its machine have recorded, and sends it in numbered batches. The collector
-takes them in order and acknowledges the last; what is not acknowledged is sent again. At most `Pace.window` bytes are
+takes them in order and acknowledges the last; what is not acknowledged is sent again. At most `LinkPace.window` bytes are
 under way: while they are, the forwarder reads nothing, and what processes overwrite meanwhile is missing from the next
 batch, which the collector sees by the numbers of the records. So every record comes once, or is known to be lost.
 
@@ -35,7 +35,7 @@ MOST_AHEAD: Final = 1024  # Batches that are kept while one before them is missi
 _LOOK, _READ, _RESEND, _PULSE, _GREET = "look", "read", "resend", "pulse", "greet"
 
 
-class Pace(Struct, frozen=True):
+class LinkPace(Struct, frozen=True):
     """How often things are done, in seconds, and how much may be under way."""
 
     look: float = 0.05  # Between two readings.
@@ -153,9 +153,9 @@ class RecordsRead(Struct, frozen=True):
 class Forwarder:
     """A machine's side."""
 
-    def __init__(self, name: Name, life: int, clock: str, pace: Pace | None = None) -> None:
+    def __init__(self, name: Name, life: int, clock: str, pace: LinkPace | None = None) -> None:
         self.name = name
-        self._life, self._clock, self._pace = life, clock, pace or Pace()
+        self._life, self._clock, self._pace = life, clock, pace or LinkPace()
         self._known = False  # Whether the collector has said where to continue.
         self._number = 0
         self._under_way: deque[tuple[Records, Payload]] = deque()
@@ -289,9 +289,9 @@ class _Link:
 class Collector:
     """The monitor's side, for all machines."""
 
-    def __init__(self, machines: Sequence[Name], pace: Pace | None = None) -> None:
+    def __init__(self, machines: Sequence[Name], pace: LinkPace | None = None) -> None:
         self.name = HOME
-        self._pace = pace or Pace()
+        self._pace = pace or LinkPace()
         self._links = {machine: _Link(machine) for machine in machines}
 
     def begin(self, now: float) -> Sequence[Effect]:
