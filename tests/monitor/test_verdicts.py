@@ -12,6 +12,7 @@ from msgspec import structs
 from offbeat.monitor import Judge, blame, held_up, late_steps, staleness, unfit
 from offbeat.monitor.cpu_wait import FILE, QueueWriter, queued, read_queues
 from offbeat.monitor.stragglers import STRETCH
+from offbeat.runtime.events.process_state import seconds_without_core
 from offbeat.runtime.events.recorder import COMPUTING, INPUT, About, Mark, Stamp
 from offbeat.runtime.events.servers import GROUP, MEETINGS, WARM_START
 
@@ -371,9 +372,9 @@ def test_who_trains_alone_in_a_warm_start_is_not_blamed_for_it() -> None:
 def test_waits_for_cores_are_written_and_read_and_damaged_ones_are_nothing(tmp_path: Path) -> None:
     (tmp_path / "events").mkdir()
     writer = QueueWriter(tmp_path)
-    writer.note(1.0, {0: os.getpid()})
-    writer.note(1.2, {0: os.getpid()})  # Too soon.
-    writer.note(3.0, {0: os.getpid(), 1: 2**22 + 1})
+    pids = {0: os.getpid(), 1: 2**22 + 1}
+    for now in (1.0, 1.2, 3.0):  # The second is too soon.
+        writer.note(now, pids, lambda rank: seconds_without_core(pids[rank]))
     found = read_queues(tmp_path)
     assert [time for time, _ in found[0]] == [1.0, 3.0]
     assert list(found) == [0]

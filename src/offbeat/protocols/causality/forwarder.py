@@ -1,9 +1,9 @@
 """Events of a machine on their way to a monitor on another: a forwarder there, a collector here.
 
 A forwarder reads what the processes of its machine have recorded, and sends it in numbered batches. The collector
-takes them in order and acknowledges the last; what is not acknowledged is sent again. At most `LinkPace.window` bytes are
-under way: while they are, the forwarder reads nothing, and what processes overwrite meanwhile is missing from the next
-batch, which the collector sees by the numbers of the records. So every record comes once, or is known to be lost.
+takes them in order and acknowledges the last; what is not acknowledged is sent again. At most `LinkPace.window` bytes
+are under way: while they are, the forwarder reads nothing, and what processes overwrite meanwhile is missing from the
+next batch, which the collector sees by the numbers of the records. So every record comes once, or is known to be lost.
 
 A forwarder that was killed and started again says so. It is told how far the collector has come, and continues there,
 as long as the records are still in memory. Pulses say several times a second how much has been recorded, what the
