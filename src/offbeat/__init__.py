@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from offbeat.run.drive import Result, fit
     from offbeat.runtime.data.client_datasets import ClientDatasets
     from offbeat.runtime.hosts import Host, Hosts
+    from offbeat.runtime.programs.task_update import programmed_update
     from offbeat.scaling import BatchSize, Scaling, batch_size, scale
     from offbeat.strategies import Strategy, parse
     from offbeat.task import Data, IterativeTask, Task, accuracy
@@ -30,6 +31,7 @@ _WHERE = {
         "offbeat.run.drive": ("Result", "fit"),
         "offbeat.runtime.data.client_datasets": ("ClientDatasets",),
         "offbeat.runtime.hosts": ("Host", "Hosts"),
+        "offbeat.runtime.programs.task_update": ("programmed_update",),
         "offbeat.scaling": ("BatchSize", "Scaling", "batch_size", "scale"),
         "offbeat.strategies": ("Strategy", "parse"),
         "offbeat.task": ("Data", "IterativeTask", "Task", "accuracy"),
@@ -52,6 +54,7 @@ __all__ += [
     "fit",
     "init",
     "parse",
+    "programmed_update",
 ]
 __all__ += ["scale"]
 
