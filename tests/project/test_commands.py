@@ -25,6 +25,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*
 
 NOT_RUN = {
     r"offbeat federated (serve|join) ": "server and clients need each other; examples/three_parties runs them together",
+    r"offbeat federated identity ": "tests/federated/test_signed_deployment.py runs it, and joins with its key",
     r"make ": "sets up an environment, or runs this suite",
     r".*package\.module:": "a package that only the reader has",
     r".*mine\.py:Push": "the page shows only the value of this strategy; its worker's side is the reader's",

@@ -28,6 +28,7 @@ from offbeat.protocols.federated.messages import (
     Trained,
     UpdateSent,
 )
+from offbeat.protocols.federated.peers import PeerList
 from offbeat.protocols.federated.plan import RoundPlan
 from offbeat.protocols.federated.round_client import RoundClient
 from offbeat.protocols.federated.round_server import RoundServer
@@ -117,6 +118,7 @@ class SavedServer:
     """A server that saves its state before its effects are performed, and may die in between."""
 
     secure: SecureTerms | None = None
+    peers: PeerList | None = None
 
     def __init__(
         self, plan: RoundPlan, seed: int, rounds: int, disk: ServerDisk, dies: Callable[[], str] = lambda: ""
@@ -124,7 +126,15 @@ class SavedServer:
         state = msgspec.json.decode(disk.state, type=FederationState) if disk.state else None
         self.name = SERVER
         self.inner = RoundServer(
-            SERVER, plan, seed, rounds, Payload(MODEL_BYTES), MODEL_BYTES, state=state, secure=self.secure
+            SERVER,
+            plan,
+            seed,
+            rounds,
+            Payload(MODEL_BYTES),
+            MODEL_BYTES,
+            state=state,
+            secure=self.secure,
+            peers=self.peers,
         )
         self._disk, self._dies = disk, dies
         self._sum: set[int] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 import time
@@ -26,6 +27,10 @@ from offbeat.federated import client, client_work, join, serve
 from offbeat.federated.server import resume
 from offbeat.federated.store import FOLDER, ServerStore
 from offbeat.protocols.federated.federation_state import FederationState
+from offbeat.protocols.federated.roster import Roster
+from offbeat.protocols.federated.secure.messages import KeyRoster, PeerKeys, SurvivorList, keys_text
+from offbeat.protocols.federated.secure.primitives import agreement_public, identity_public, sign
+from offbeat.protocols.federated.secure.records import SecureRecords
 from offbeat.protocols.machine import Payload
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.task import TaskReference
@@ -77,6 +82,10 @@ def break_client(task: Any, fault: str) -> None:
         _die_after(fault.removeprefix("dies after "))
     if fault.startswith("dies in "):
         _die_in(fault.removeprefix("dies in "))
+    if fault == "takes any list":
+        Roster._why_not_among_peers = lambda *_: ""  # pyright: ignore[reportPrivateUsage]
+    if fault in LIES:
+        _lie(LIES[fault])
     size = {"shape": 8, "huge": 17 * 2**20}.get(fault)
     if size is not None:
         client.LARGEST = 2**30
@@ -115,6 +124,39 @@ def _die_in(phase: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     ServerStore.save = save
+
+
+def _lie(change: Callable[[Any, int], Any]) -> None:
+    """Make this server change what it asks a client in a secure sum."""
+    honest = SecureRecords.question
+
+    def question(self: Any, client: int) -> Any:
+        return change(honest(self, client), client)
+
+    SecureRecords.question = question
+
+
+def _invent(message: Any, _client: int) -> Any:
+    """Its own keys in place of client 1's."""
+    if not isinstance(message, KeyRoster):
+        return message
+    private, sealing, masking = secrets.token_bytes(32), *(agreement_public(secrets.token_bytes(32)) for _ in "sm")
+    signature = sign(private, keys_text(message.round, 1, sealing, masking))
+    invented = PeerKeys(1, identity_public(private), sealing, masking, signature)
+    return msgspec.structs.replace(
+        message, peers=tuple(invented if peer.client == 1 else peer for peer in message.peers)
+    )
+
+
+def _split(message: Any, client: int) -> Any:
+    """Another list of survivors for two clients."""
+    if not isinstance(message, SurvivorList) or client > 1:
+        return message
+    return msgspec.structs.replace(message, clients=message.clients[:-1])
+
+
+LIES = {"invents a client": _invent, "splits the survivors": _split}
+"""How a server may lie in secure sums."""
 
 
 def _forking() -> Any:

@@ -180,6 +180,12 @@ COMMANDS: Final = (
         options.FederatedClientOptions,
         leading=("data", "part", "keys", "server_key"),
     ),
+    Command(
+        "federated identity",
+        "federation:identity",
+        ("federated identity --data ./scans >> peers.keys",),
+        options.FederatedIdentityOptions,
+    ),
     Command("keys new", "keys:new", ("keys new run.keys",), options.NewKeys),
     Command("keys show", "keys:show", ("keys show run.keys",), options.ShownKeys),
     Command("keys allow", "keys:allow", ("keys allow server.keys PUBLIC",), options.AllowedKey),

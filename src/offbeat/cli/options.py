@@ -490,6 +490,9 @@ class FederatedServerOptions(Printed):
     keys: Path | None = option(
         None, "Key file that allows the clients' keys, client 0's first. Required off this machine.", metavar="FILE"
     )
+    peers: Path | None = option(
+        None, "List of all clients' signing keys, client 0's first: they sign the secure sums.", metavar="FILE"
+    )
     first: int | None = option(None, "Clients that must be there before the first round. Default: all.")
     validate: bool = option(
         False, "Score the model here, on the task's own validation data. Default: clients score it, on theirs."
@@ -522,5 +525,21 @@ class FederatedClientOptions(Printed):
     client: int | None = option(None, "This client's number. Default: that of its key, or the first free one.")
     keys: Path | None = option(None, "This client's own key file. Required off this machine.", metavar="FILE")
     server_key: str | None = option(None, "The server's public key. Default: the one in --keys.", metavar="PUBLIC")
+    peers: Path | None = option(
+        None,
+        "List of all clients' signing keys, client 0's first, from elsewhere than the server: nothing is released "
+        "unless they sign.",
+        metavar="FILE",
+    )
     timeout: float = option(600.0, "Longest silence of the server, in seconds.")
     out: Path = option(Path("runs"), "Directory for what this client keeps: its state, and the final model.", "-o")
+
+
+@dataclass(frozen=True)
+class FederatedIdentityOptions:
+    """Print a client's public signing key, for the list of peers. The key is made when it is first needed."""
+
+    data: Path | None = option(None, "Folder with this client's data, as in `federated join`.", metavar="FOLDER")
+    part: int | None = option(None, "Number of the part of the task's data, as in `federated join`.")
+    name: str | None = option(None, "Its name, as in `federated join`.")
+    out: Path = option(Path("runs"), "Directory for what this client keeps, as in `federated join`.", "-o")

@@ -12,16 +12,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from offbeat import limits
-from offbeat.errors import OutputError, RunError, TaskError, UsageError
+from offbeat.errors import RunError, TaskError, UsageError
 from offbeat.federated.client_work import ClientWork, from_folder, simulated_part
 from offbeat.federated.description import LARGEST, describe, encoded
+from offbeat.federated.peer_file import client_folder, read_peers, signing_key
 from offbeat.federated.server import reference_of
 from offbeat.protocols.federated.messages import SERVER, Conclude, FromClient, FromServer, MembershipRequest
+from offbeat.protocols.federated.peers import PeerList
 from offbeat.protocols.federated.round_client import RoundClient, SecureIdentity
 from offbeat.protocols.federated.secure.primitives import identity_public
 from offbeat.runtime.messages import Codec, Driver, Endpoint, Inbox, Keys, named
@@ -29,7 +30,6 @@ from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.task import Task, TaskReference
 
 _TURN: Final = 0.5
-_KEY_BYTES: Final = 32
 _LEAVING: Final = 2.0  # Seconds that an interrupted client takes to say so.
 
 
@@ -63,6 +63,7 @@ def join(
     client: int | None = None,
     keys: str | Path | None = None,
     server_key: str | None = None,
+    peers: str | Path | None = None,
     out: str | Path = "runs",
     timeout: float = 600.0,
     report: Callable[[str], None] = lambda _line: None,
@@ -71,6 +72,7 @@ def join(
 
     `data` is the folder that `Task.client_data` reads; `part` takes instead the part of the task's own data that the
     client of this number has in simulation. `keys` is this client's key file, and `server_key` the server's public key.
+    `peers` is a file with the signing keys of all clients, by which it checks that the server invents none.
     """
     return run_client(
         reference_of(task),
@@ -82,6 +84,7 @@ def join(
             client=client,
             keys=None if keys is None else str(keys),
             server_key=server_key,
+            peers=None if peers is None else str(peers),
             out=str(out),
             timeout=timeout,
         ),
@@ -100,6 +103,7 @@ class ClientSettings:
     client: int | None = None
     keys: str | None = None
     server_key: str | None = None
+    peers: str | None = None
     out: str = "runs"
     timeout: float = 600.0
 
@@ -148,14 +152,15 @@ def run_client(reference: TaskReference, settings: ClientSettings, report: Calla
     )
     module = task.model()
     description = encoded(describe(reference, module))
-    folder = Path(settings.out) / re.sub(r"[^A-Za-z0-9._-]+", "-", f"client-{settings.label}")
-    work = ClientWork(task, module, source, folder, report)
+    folder = client_folder(Path(settings.out), settings.label)
+    peers = None if settings.peers is None else read_peers(Path(settings.peers))
+    work = ClientWork(task, module, source, folder, report, masked_only=peers is not None)
     keys = None if settings.keys is None else Keys.load(Path(settings.keys))
     name = settings.endpoint if keys is None else named(keys.public)
     number = settings.part if settings.client is None else settings.client
-    identity = _identity(folder)
+    identity = _identity(folder, peers)
     public = b"" if identity is None else identity_public(identity.private)
-    request = MembershipRequest(settings.label, number, public)
+    request = MembershipRequest(settings.label, number, public, b"" if peers is None else peers.digest)
     machine = RoundClient(name, request, description, settings.timeout, identity)
     limit = max(LARGEST, 4 * work.model_bytes)
     codec: Codec[Any] = Codec(FromClient | FromServer, payload_limit=limit)
@@ -169,25 +174,17 @@ def run_client(reference: TaskReference, settings: ClientSettings, report: Calla
     return Participation(client, dict(fates), work.last_score, folder / MODEL_FILE, work.personal)
 
 
-def _identity(folder: Path) -> SecureIdentity | None:
-    """The client's long-term signing key, made when it is first needed; None without the package that uses it."""
-    if find_spec("cryptography") is None:
+def _identity(folder: Path, peers: PeerList | None) -> SecureIdentity | None:
+    """What the client needs for secure sums; None without the package that does the cryptography."""
+    private = signing_key(folder)
+    if private is None:
         return None
-    path = folder / "identity.key"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            draft = path.with_suffix(".draft")
-            draft.unlink(missing_ok=True)
-            draft.touch(0o600, exist_ok=False)
-            draft.write_bytes(secrets.token_bytes(_KEY_BYTES))
-            draft.replace(path)
-        private = path.read_bytes()
-    except OSError as error:
-        raise OutputError(f"this client's signing key cannot be kept in {path}: {error}.") from error
-    if len(private) != _KEY_BYTES:
-        raise UsageError(f"{path} is not a signing key: it has {len(private)} bytes, and a key has {_KEY_BYTES}.")
-    return SecureIdentity(private, secrets.token_bytes)
+    if peers is not None and peers.number_of(identity_public(private)) is None:
+        raise UsageError(
+            f"this client's signing key, {identity_public(private).hex()}, is not in the list of peers. Its key is in "
+            f"{folder}: start it with the same --out and --name as `offbeat federated identity`, or add the key."
+        )
+    return SecureIdentity(private, secrets.token_bytes, None if peers is None else peers.known)
 
 
 def _drive(machine: RoundClient, endpoint: Endpoint[Any], work: ClientWork, fates: Counter[str]) -> None:

@@ -158,6 +158,8 @@ class ClientWork:
     folder: Path
     report: Callable[[str], None]
     """Shows a line."""
+    masked_only: bool = False
+    """Whether it takes part only where updates are masked, whatever the server wants."""
     last_score: float | None = None
     personal: tuple[float, ...] | None = None
     """Scores of the final model and of this client's own on what it holds out."""
@@ -239,6 +241,11 @@ class ClientWork:
         rules = strategy.exchange
         if not isinstance(rules, Federated):
             raise StrategyError(f"the server runs {strategy}, which is not federated.")
+        if self.masked_only and not rules.secure:
+            raise StrategyError(
+                f"the server runs {strategy}, which sends each update as it is, and this client was started with a "
+                f"list of peers for updates that are masked. Ask for secure=True, or omit --peers."
+            )
         parted, task, flat = self.source(rules, welcome.seed), self.task, self._flat
         data, examples = parted.data, size_of(parted.data.train)
         optimizer = task.optimizer(flat.parameters)

@@ -20,11 +20,14 @@ from msgspec import structs
 from offbeat import limits
 from offbeat.errors import CheckpointError, NonFiniteError, StrategyError, TaskError, UsageError, WaitError
 from offbeat.federated.description import LARGEST
+from offbeat.federated.peer_file import read_peers
 from offbeat.federated.server_work import RoundRecord, ServerWork
 from offbeat.protocols.federated.federation_state import HOPELESS
 from offbeat.protocols.federated.messages import SERVER, ClientFailure, FromClient, FromServer
+from offbeat.protocols.federated.peers import PeerList
 from offbeat.protocols.federated.plan import MOST_PATIENT, RoundPlan
 from offbeat.protocols.federated.round_server import RoundServer
+from offbeat.protocols.federated.secure.plan import MOST_NEIGHBOURS
 from offbeat.protocols.machine import Name
 from offbeat.run.job import Script, earlier, plain_target, short_name, target_from_plain, target_of
 from offbeat.runtime.messages import Codec, Driver, Endpoint, Keys, named
@@ -66,6 +69,8 @@ class Federation:
     address: str = LOOPBACK
     keys: str | None = None
     """The file with the server's keys, and the public keys of the clients."""
+    peers: str | None = None
+    """The file with the signing keys of all clients, who sign their secure sums then."""
     identity: str = ""
     """Names this federation among all that a client takes part in."""
     secret: int = 0
@@ -87,6 +92,8 @@ class Federation:
             limits.whole("--first", self.first, clients, why="the number of clients")
         if self.target is not None:
             Target.parse(self.target)
+        if self.peers is not None and not rules_of(self.parsed).secure:
+            raise UsageError("--peers is for rounds that clients sign, and only secure=True has them. Omit it.")
 
     @property
     def parsed(self) -> Combined:
@@ -141,6 +148,7 @@ def serve(
     rounds: int | None = None,
     address: str = LOOPBACK,
     keys: str | Path | None = None,
+    peers: str | Path | None = None,
     first: int | None = None,
     validate: bool = False,
     seed: int = 0,
@@ -163,6 +171,7 @@ def serve(
         rounds=rounds,
         address=address,
         keys=keys,
+        peers=None if peers is None else str(peers),
         first=first,
         validate=validate,
         seed=seed,
@@ -242,13 +251,13 @@ def run_server(
 ) -> Result:
     """Run a server: in a new folder below a place, or in the folder of the server that it replaces."""
     keys = None if federation.keys is None else Keys.load(Path(federation.keys))
-    enrolled = _enrolled(keys, federation.plan.clients)
+    enrolled, peers = _enrolled(keys, federation.plan.clients), _peers(federation)
     # As in a simulated run, so that the model starts with the same numbers.
     torch.set_num_threads(1)
     seed_everything(federation.seed)
     task = _built(reference)
     folder = RunFolder.open(place) if resumed else RunFolder.create(place, short_name(reference), federation.strategy)
-    serving = _Serving(reference, task, federation, folder, enrolled, keys, watcher or _NoWatcher())
+    serving = _Serving(reference, task, federation, folder, enrolled, keys, peers, watcher or _NoWatcher())
     return serving.run()
 
 
@@ -263,6 +272,7 @@ class _Serving:
         folder: RunFolder,
         enrolled: list[Name] | None,
         keys: Keys | None,
+        peers: PeerList | None,
         watcher: FederationWatcher,
     ) -> None:
         self._reference, self._federation, self._folder, self._watcher = reference, federation, folder, watcher
@@ -298,6 +308,7 @@ class _Serving:
             score_every=every,
             state=state,
             secure=self._work.secure_terms(),
+            peers=peers,
         )
         codec: Codec[Any] = Codec(
             FromClient | FromServer, payload_limit=max(LARGEST, 4 * model.nbytes, 2 * update_bytes)
@@ -443,6 +454,24 @@ def _personal(rules: Federated, scores: Sequence[tuple[float, ...]]) -> dict[str
         return {}
     pairs = [(own[0], own[1]) for own in scores if own]
     return {"personal": compared(rules.personal, pairs, len(scores) - len(pairs))}
+
+
+def _peers(federation: Federation) -> PeerList | None:
+    """The signing keys of all clients, if they sign rounds."""
+    if federation.peers is None:
+        return None
+    peers, plan, most = read_peers(Path(federation.peers)), federation.plan, MOST_NEIGHBOURS + 1
+    if len(peers.keys) != plan.clients:
+        raise UsageError(
+            f"{federation.peers} has the keys of {len(peers.keys)} clients, and the strategy has "
+            f"clients={plan.clients}. Give one key a line, client 0's first."
+        )
+    if plan.selected > most:
+        raise UsageError(
+            f"{plan.selected:,} clients in a round are too many to sign it: {most} can. Lower fraction, or omit "
+            f"--peers."
+        )
+    return peers
 
 
 def _enrolled(keys: Keys | None, clients: int) -> list[Name] | None:

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from offbeat.cli.display import this_command
-from offbeat.cli.options import FederatedClientOptions, FederatedServerOptions
+from offbeat.cli.options import FederatedClientOptions, FederatedIdentityOptions, FederatedServerOptions
 from offbeat.cli.output import FailedError, print_json, printable
 from offbeat.errors import CheckpointError, OffbeatError, TaskError, UsageError
 from offbeat.federated import server
 from offbeat.federated.client import ClientSettings, run_client
+from offbeat.federated.peer_file import client_folder, public_key
 from offbeat.federated.server import Federation, FederationWatcher
 from offbeat.federated.server_work import RoundRecord
 from offbeat.protocols.federated.messages import ClientFailure
@@ -67,6 +68,7 @@ def join(options: FederatedClientOptions) -> None:
         client=options.client,
         keys=None if options.keys is None else str(options.keys),
         server_key=options.server_key,
+        peers=None if options.peers is None else str(options.peers),
         out=str(options.out),
         timeout=options.timeout,
     )
@@ -84,6 +86,16 @@ def join(options: FederatedClientOptions) -> None:
     print(printable(f"Updates of client {done.client}: {fates}. The final model is in {done.model}.{score}"))
 
 
+def identity(options: FederatedIdentityOptions) -> None:
+    """Print a client's public signing key."""
+    settings = ClientSettings(
+        address="", data=None if options.data is None else str(options.data), part=options.part, name=options.name
+    )
+    folder = client_folder(options.out, settings.label)
+    print(public_key(folder))
+    print(printable(f"The signing key of {settings.label}, for the list of peers; {folder} has it."), file=sys.stderr)
+
+
 def _start(options: FederatedServerOptions, progress: ServerProgress) -> server.Result:
     if options.what is None:
         raise TaskError("nothing to serve: give a task, or --resume RUN.")
@@ -95,6 +107,7 @@ def _start(options: FederatedServerOptions, progress: ServerProgress) -> server.
         rounds=options.rounds,
         address=options.address or server.LOOPBACK,
         keys=options.keys,
+        peers=None if options.peers is None else str(options.peers),
         first=options.first,
         validate=options.validate,
         seed=options.seed,
@@ -107,7 +120,7 @@ def _start(options: FederatedServerOptions, progress: ServerProgress) -> server.
 
 
 def _resume(options: FederatedServerOptions, progress: ServerProgress) -> server.Result:
-    for name in ("what", "strategy", "rounds", "first", "target"):
+    for name in ("what", "strategy", "rounds", "peers", "first", "target"):
         if getattr(options, name) is not None:
             raise UsageError(f"--resume goes on as the server was started: omit {name.replace('what', 'the task')}.")
     run = options.resume or Path()

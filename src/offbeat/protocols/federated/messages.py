@@ -32,6 +32,7 @@ class MembershipRequest(Struct, frozen=True, tag=True):
     label: str  # What people call it.
     client: int | None = None  # The number that it wants; None: any.
     identity: Annotated[bytes, Meta(max_length=32)] = b""  # Its long-term Ed25519 public key, for secure sums.
+    peers: Annotated[bytes, Meta(max_length=32)] = b""  # The digest of its list of all clients' keys, if it has one.
 
 
 class Beat(Struct, frozen=True, tag=True):

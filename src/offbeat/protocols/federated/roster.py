@@ -10,6 +10,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from offbeat.protocols.federated.messages import MembershipRequest
+from offbeat.protocols.federated.peers import PeerList
 from offbeat.protocols.federated.secure.primitives import PUBLIC_BYTES
 from offbeat.protocols.machine import Name
 
@@ -35,6 +36,7 @@ class Roster:
         enrolled: Names of those that may join, by number; None: anybody may.
         patience: Seconds without a sign of life after which a client is absent.
         signing: Whether clients need a long-term key, as secure sums do.
+        peers: The long-term keys of all clients, by which rounds are signed; None: they are not.
 
     """
 
@@ -46,6 +48,7 @@ class Roster:
         patience: float,
         *,
         signing: bool = False,
+        peers: PeerList | None = None,
     ) -> None:
         self.members: Mapping[Name, JoinedClient] = members
         self._members, self._clients, self._enrolled = members, clients, enrolled
@@ -53,15 +56,17 @@ class Roster:
         self._heard: dict[int, float] = {}
         self.stuck: set[int] = set()
         """Clients that go on with a task that is over: they get no new one until they have ended it."""
-        self.patience, self._signing = patience, signing
+        self.patience, self._signing, self._peers = patience, signing, peers
 
     def why_not(self, name: Name, join: MembershipRequest) -> str:
         """Why a client may not join; empty if it may."""
-        fixed, before = self._fixed_number(name), self._members.get(name)
+        fixed, before = self._fixed_number(name, join), self._members.get(name)
         if self._signing and len(join.identity) != PUBLIC_BYTES:
             return "secure=True needs the cryptography package at every client: pip install 'offbeat[federated]'"
         if self._signing and before is not None and before.identity != join.identity:
             return "its signing key is not the one it joined with: start it with the same --out, where its key is kept"
+        if why := self._why_not_among_peers(name, join):
+            return why
         if fixed is not None:
             return "" if join.client in (None, fixed) else f"it is client {fixed}, not {join.client}"
         if self._enrolled is not None:
@@ -74,7 +79,7 @@ class Roster:
 
     def admit(self, name: Name, join: MembershipRequest, now: float) -> int:
         """Let a client join, or join again; returns its number."""
-        client = self._fixed_number(name)
+        client = self._fixed_number(name, join)
         if client is None:
             free = (number for number in range(self._clients) if number not in self._names)
             client = next(free) if join.client is None else join.client
@@ -86,6 +91,11 @@ class Roster:
         self.stuck.discard(client)
         self.hear(client, now)
         return client
+
+    @property
+    def signs(self) -> bool:
+        """Whether clients sign the rounds of secure sums."""
+        return self._peers is not None
 
     def hear(self, client: int, now: float) -> None:
         """A client has given a sign of life."""
@@ -126,10 +136,29 @@ class Roster:
         """What people call a client."""
         return self._members[self._names[client]].label
 
-    def _fixed_number(self, name: Name) -> int | None:
-        """The number of a client that has joined before, or is enrolled."""
+    def _why_not_among_peers(self, name: Name, join: MembershipRequest) -> str:
+        """Why a client may not take part in signed rounds, or insists on them in vain; empty: it may."""
+        digest = b"" if self._peers is None else self._peers.digest
+        if join.peers != digest:
+            both = tuple(each.hex()[:12] or "none" for each in (join.peers, digest))
+            return (
+                f"its list of all clients' keys ({both[0]}) is not the server's ({both[1]}): give both the same --peers"
+            )
+        if self._peers is None:
+            return ""
+        number, enrolled = self._peers.number_of(join.identity), self._enrolled or ()
+        if number is None:
+            return "its signing key is not in the list of peers (`offbeat federated identity` prints it)"
+        if name in enrolled and enrolled.index(name) != number:
+            return f"it is client {number} in the list of peers, and {enrolled.index(name)} among the server's keys"
+        if self._names.get(number, name) != name:
+            return f"client {number} is {self.label(number)}"
+        return ""
+
+    def _fixed_number(self, name: Name, join: MembershipRequest) -> int | None:
+        """The number of a client that has joined before, is enrolled, or is in the list of peers."""
         if name in self._members:
             return self._members[name].client
         if self._enrolled is not None and name in self._enrolled:
             return self._enrolled.index(name)
-        return None
+        return None if self._peers is None else self._peers.number_of(join.identity)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
@@ -36,6 +36,7 @@ from offbeat.protocols.federated.messages import (
 )
 from offbeat.protocols.federated.secure.client import GIVE_UP, UPDATE, SecureClient
 from offbeat.protocols.federated.secure.messages import SecureInvite, SecureLeave, SecureRequest
+from offbeat.protocols.federated.secure.primitives import identity_public
 from offbeat.protocols.federated.secure.shamir import SecretBytes
 from offbeat.protocols.federated.secure_sums import agreed
 from offbeat.protocols.machine import Done, Effect, Effects, Event, Name, Payload, Received, Timer
@@ -52,6 +53,9 @@ class SecureIdentity(NamedTuple):
     private: bytes
     """Its long-term Ed25519 key."""
     random: SecretBytes
+    known: Mapping[int, bytes] | None = None
+    """The long-term public keys of all clients, from a source that the server cannot change, for rounds that must be
+    signed then; None: keys are taken from the server."""
 
 
 class RoundClient:
@@ -194,6 +198,7 @@ class RoundClient:
                     return
                 self.welcome = message
                 self._show(effects)
+                self._check_number(effects, message.client)
             case Refused(why) if self.phase == "joining":
                 self.failure, self.phase = why, "ended"
             case UnknownClient() if self.phase == "here":
@@ -222,9 +227,12 @@ class RoundClient:
         known = (start.number, start.plan)
         able = self.activity == "sent" and self._agreed[0] < start.number == self.number
         if able and self.welcome is not None and self._identity is not None:
-            (private, random), client = self._identity, self.welcome.client
+            (private, random, peers), client = self._identity, self.welcome.client
+            if peers is not None and not plan.signed:
+                self._accuse(effects, "it is not signed, and this client has a list of peers to check signatures by")
+                return
             self._agreed = known
-            self._sum = SecureClient(plan, client, private, None, random, self._patience, self.name, SERVER)
+            self._sum = SecureClient(plan, client, private, peers, random, self._patience, self.name, SERVER)
             effects.done += self._sum.begin(now)
             effects.start(EncodeUpdate(start.number, plan.encoding, plan.fewest))
         if self._agreed == known and self._sum is not None:
@@ -236,6 +244,24 @@ class RoundClient:
         """An event of the secure sum."""
         if self._sum is not None:
             effects.done += self._sum.on(event, now)
+            if self._sum.accusation and self._identity is not None and self._identity.known is not None:
+                self._accuse(effects, self._sum.accusation)
+
+    def _check_number(self, effects: Effects, client: int) -> None:
+        """Refuse a number that is another client's."""
+        identity = self._identity
+        if identity is None or identity.known is None:
+            return
+        if identity.known.get(client) != identity_public(identity.private):
+            words = f"the server calls this client number {client}, whose key in the list of peers is not this client's"
+            self._end(effects, ClientFailure(0, words, ""))
+
+    def _accuse(self, effects: Effects, what: str) -> None:
+        """Take no part in a secure sum, nor in any later one, by a server that does not follow the protocol."""
+        if self.phase == "here":
+            words = f"this client releases nothing in the secure sum of round {self.number}: {what}"
+            self._sum = None
+            self._end(effects, ClientFailure(self.number, words, ""))
 
     def _begin_round(self, effects: Effects, task: RoundTask, model: Payload) -> None:
         if task.number < self.number or (task.number == self.number and self.activity == "working"):

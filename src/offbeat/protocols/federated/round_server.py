@@ -31,6 +31,7 @@ from offbeat.protocols.federated.messages import (
     Welcome,
     patience_for,
 )
+from offbeat.protocols.federated.peers import PeerList
 from offbeat.protocols.federated.plan import RoundPlan
 from offbeat.protocols.federated.roster import JoinedClient, Roster
 from offbeat.protocols.federated.round_keeper import RoundKeeper
@@ -58,6 +59,7 @@ class RoundServer:
         score_every: Rounds between two scores by clients; None: they do not score.
         state: That of an earlier process, which this one replaces.
         secure: What secure sums of updates need; None: the server sees each update.
+        peers: The long-term keys of all clients, who sign their secure sums then; None: they do not.
 
     """
 
@@ -78,6 +80,7 @@ class RoundServer:
         score_every: int | None = None,
         state: FederationState | None = None,
         secure: SecureTerms | None = None,
+        peers: PeerList | None = None,
     ) -> None:
         if plan.buffer is not None:
             raise UsageError(
@@ -85,7 +88,9 @@ class RoundServer:
             )
         self.name, self.plan, self.state = name, plan, state or FederationState()
         patience = patience_for(plan.silence, max(model.nbytes, update_bytes))
-        self.roster = Roster(self.state.members, plan.clients, enrolled, patience, signing=secure is not None)
+        self.roster = Roster(
+            self.state.members, plan.clients, enrolled, patience, signing=secure is not None, peers=peers
+        )
         terms = RoundTerms(
             plan,
             rounds,

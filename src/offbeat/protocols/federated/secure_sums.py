@@ -17,6 +17,7 @@ from offbeat.protocols.federated.roster import Roster
 from offbeat.protocols.federated.secure.messages import SecureInvite
 from offbeat.protocols.federated.secure.plan import (
     FEWEST_CLIENTS,
+    MOST_NEIGHBOURS,
     ROUND_BYTES,
     SecureEncoding,
     SecureRound,
@@ -75,12 +76,18 @@ class SumKeeper:
         """A new sum of the updates of those who came, or why there can be none."""
         if len(came) < FEWEST_CLIENTS:
             return f"{len(came)} clients are too few for secure aggregation, which needs {FEWEST_CLIENTS}"
+        signed = self._roster.signs
+        if signed and len(came) > MOST_NEIGHBOURS + 1:
+            return f"{len(came):,} clients are too many for a signed round, which has {MOST_NEIGHBOURS + 1} at most"
         least = lowest_threshold(len(cohort)) if self._terms.two_thirds else 0
         if len(came) < least:
             return f"{len(came)} of {len(cohort)} clients have trained, and the noise is shared by {least}"
         sizes = {member.client: float(member.examples or 0) for member in self._roster.members.values()}
         encoding = self._terms.encoding(cohort, [sizes[client] for client in cohort])
-        plan = SecureRound.of(self._terms.random(ROUND_BYTES), encoding, len(came), fewest=max(fewest, least))
+        # In signed rounds all are neighbours: what some sign would not bind others.
+        degree = len(came) - 1 if signed else None
+        id, fewest = self._terms.random(ROUND_BYTES), max(fewest, least)  # noqa: A001
+        plan = SecureRound.of(id, encoding, len(came), degree=degree, fewest=fewest, signed=signed)
         return SecureProgress(plan, SecureServerState())
 
     def begin(self, effects: Effects, now: float, number: int, came: Sequence[int], progress: SecureProgress) -> None:

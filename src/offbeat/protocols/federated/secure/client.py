@@ -145,6 +145,8 @@ class SecureClient:
         self.ended = False
         self.failure = ""
         """Why the round has ended for this client without a sum; empty: it has not, or there is a sum."""
+        self.accusation = ""
+        """What the server has done that one which follows the protocol never does; empty: nothing."""
         self.refusals: list[str] = []
         """Messages that were ignored, and what the server has refused."""
         self.number = client
@@ -207,6 +209,7 @@ class SecureClient:
                     try:
                         self._on_question(message, effects)
                     except SecureAggregationError as error:
+                        self.accusation = str(error)
                         self._leave(str(error), effects)
                 case _:
                     self._ignore(f"{type(message).__name__}, which a server never sends")
