@@ -242,10 +242,7 @@ class ClientWork:
         if not isinstance(rules, Federated):
             raise StrategyError(f"the server runs {strategy}, which is not federated.")
         if self.masked_only and not rules.secure:
-            raise StrategyError(
-                f"the server runs {strategy}, which sends each update as it is, and this client was started with a "
-                f"list of peers for updates that are masked. Ask for secure=True, or omit --peers."
-            )
+            raise StrategyError(_unmasked(welcome.strategy))
         parted, task, flat = self.source(rules, welcome.seed), self.task, self._flat
         data, examples = parted.data, size_of(parted.data.train)
         optimizer = task.optimizer(flat.parameters)
@@ -411,3 +408,10 @@ class ClientWork:
         if fate == "accepted" and outfit is not None:
             for states, state in pending:
                 states.write(outfit.client, number, state, number)
+
+
+def _unmasked(strategy: str) -> str:
+    return (
+        f"the server runs {strategy}, which sends each update as it is, and this client was started with a list of "
+        f"peers for updates that are masked. Ask for secure=True, or omit --peers."
+    )

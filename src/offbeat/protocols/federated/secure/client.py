@@ -313,9 +313,7 @@ class SecureClient:
             raise SecureAggregationError("the server's list of survivors has clients that are not neighbours, or twice")
         if self.number not in clients:
             raise SecureAggregationError("the server's list of survivors lacks this client, whose update it has")
-        # Among neighbours of all, the list has everybody whose update is in the sum.
-        plan = self._plan
-        if len(clients) < (least := plan.fewest if plan.complete else plan.threshold):
+        if len(clients) < (least := self._plan.least_seen):
             raise SecureAggregationError(
                 f"the server's list has {len(clients)} survivors, and {least} are the fewest that were agreed"
             )

@@ -98,6 +98,11 @@ class SecureRound(Struct, frozen=True, kw_only=True):
         return self.degree == self.clients - 1
 
     @property
+    def least_seen(self) -> int:
+        """Survivors without whom no client releases a share: a neighbour of all sees everybody that is in the sum."""
+        return self.fewest if self.complete else self.threshold
+
+    @property
     def digest(self) -> bytes:
         """Stands for all that is agreed: in every message, key and signature."""
         return hashlib.sha256(b"offbeat secure round" + msgspec.msgpack.encode(self)).digest()
