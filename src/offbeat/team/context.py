@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat.protocols.partition import mixed
+from offbeat.runtime.data.input_figures import InputFigures
 from offbeat.runtime.data.loaders import Share
 from offbeat.runtime.data_servers.link import DataLink
 from offbeat.runtime.disturb import Disturber
@@ -29,7 +30,6 @@ from offbeat.strategies.splitting.layouts import check_placement, relaid
 from offbeat.strategies.worker.capabilities import Accounted, Metered, Observed, Starter, refuse_halves
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, Pace, Timing, pace_of
 from offbeat.strategies.worker.loop_hooks import LoopHooks
-from offbeat.team.input_figures import InputFigures
 from offbeat.team.part_exchange import PartExchange
 from offbeat.team.split import SplitWork, mesh_of
 from offbeat.team.split_context import SplitContext

@@ -309,7 +309,8 @@ def _conclude(work: Workplace) -> None:
         **work.notes,
     }
     if work.holdings.loaders:
-        entries["input"] = work.input.summary(work.group, work.holdings.examples, work.data)
+        moved = 0 if work.data is None else work.data.moved
+        entries["input"] = work.input.summary(work.group, work.holdings.examples, moved)
     if (skipped := _skipped(work)) is not None:
         entries["skipped"] = skipped
     work.reports.conclude(entries)

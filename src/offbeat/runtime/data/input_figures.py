@@ -9,7 +9,6 @@ import numpy as np
 
 from offbeat.runtime.data.batch_slicing import arrays_in
 from offbeat.runtime.data.loaders import Batch
-from offbeat.runtime.data_servers.link import DataLink
 from offbeat.runtime.groups.group import Group
 
 _COPIED = 8 << 20
@@ -41,9 +40,8 @@ class InputFigures:
         if not self.example_bytes and batch.examples:
             self.example_bytes = sum(array.nbytes for array in arrays_in(batch.content)) // batch.examples
 
-    def summary(self, group: Group, examples: int | None, link: DataLink | None) -> dict[str, Any]:
-        """The figures of all workers; a collective call."""
-        moved = 0 if link is None else link.moved
+    def summary(self, group: Group, examples: int | None, moved: int) -> dict[str, Any]:
+        """The figures of all workers; a collective call. `moved` orders went to another data server."""
         rows = group.gather([self._seconds, self._cpu, float(self._examples), float(moved)], "the end of the run")
         seconds, cpu, read, moves = rows.sum(dim=0).tolist()
         return {
