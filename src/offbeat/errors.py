@@ -79,6 +79,10 @@ class WaitError(RunError):
     """A wait passed its deadline; the message names the missing process."""
 
 
+class MachineLostError(RunError):
+    """A machine of the run, or the agent on it, is gone; the message names it and what ran there."""
+
+
 class VerdictError(RunError):
     """A monitored run can never finish; the message says who waits for whom."""
 

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import offbeat
 from offbeat.protocols.collectives.across_hosts import parts_across_hosts
 from offbeat.runtime.backend import _across_hosts
-from offbeat.runtime.collectives.one_sided.segment import host_identity
+from offbeat.runtime.collectives.one_sided.tickets import host_identity
 from offbeat.runtime.groups.group import DirectGroup
 from offbeat.runtime.launch import Control
 from offbeat.runtime.run.rank_environment import where

@@ -33,10 +33,13 @@ from offbeat.run.data_supervisor import DataServing, data_serving
 from offbeat.run.event_links import event_links
 from offbeat.run.input_advice import input_advice
 from offbeat.run.job import Job, Script, agreed_workers, earlier, plain_target, resolve
+from offbeat.run.machines import check_for_machines, settled
 from offbeat.run.server_supervisor import Serving, role_counts, servers_of, serving
 from offbeat.run.step_times import predicted, verdict
 from offbeat.runtime import launch
-from offbeat.runtime.hosts import Hosts, Placed, placed
+from offbeat.runtime.agents.fleet import Fleet
+from offbeat.runtime.engines import machines_of
+from offbeat.runtime.hosts import Hosts, Placed, Seat, placed
 from offbeat.runtime.launch import Launcher, PrivateStore, Role, RoleOutcome, threads_for
 from offbeat.runtime.run.folder import BY_SCRIPT, RunFolder, environment, part
 from offbeat.runtime.run.procfs import passport
@@ -149,21 +152,38 @@ def drive(job: Job, *, launcher: Launcher | None = None, watcher: Watcher | None
         return kept
     # The fork server imports torch while the job is checked.
     with nullcontext(launcher) if launcher else Launcher(WARM) as starter:
-        starter.start()
+        remote = job.hosts is not None and job.hosts.are_machines
+        if not remote:
+            starter.start()
         # With the faults requested now: a resumed run does not die of the same fault again.
         sentences, job = job.goal.disturb, resolve(job)
         job = dataclasses.replace(job, goal=dataclasses.replace(job.goal, disturb=sentences))
         check(job.goal.disturbances, role_counts(job))
         needs = servers_of(job)
         processes = job.workers + (needs[0] * (1 + needs[1]) if needs else 0) + job.goal.data_servers
-        check_room(processes, job.threads or threads_for(job.workers))
-        with nullcontext() if job.hosts is None else placed(job.hosts) as there, _store(job, there) as store:
+        if not remote:
+            check_room(processes, job.threads or threads_for(job.workers))
+        with _places(job) as (there, fleet), _store(job, there) as store:
             # After the store, so that a port that is taken leaves no folder behind.
             folder = _folder_for(job)
             collected = _Collected(job, folder, watcher or _Unwatched(), start)
             collected.watcher.begin(job, folder)
-            _launch(starter, job, folder, store, collected, there)
+            _launch(starter, job, folder, store, collected, there, fleet)
         return _finish(job, folder, collected)
+
+
+@contextmanager
+def _places(job: Job) -> Generator[tuple[Placed | None, Fleet | None]]:
+    """Where the processes of the run go, and the agents there; nowhere else than here without hosts."""
+    if job.hosts is None:
+        yield None, None
+    elif job.hosts.are_machines:
+        check_for_machines(job)
+        with machines_of(job.hosts, WARM) as machines:
+            yield machines.placed, machines.fleet
+    else:
+        with placed(job.hosts) as there:
+            yield there, None
 
 
 @contextmanager
@@ -174,7 +194,7 @@ def _store(job: Job, there: Placed | None) -> Generator[PrivateStore | int]:
             yield store
         return
     with there.inside():
-        server = launch.serve_store(job.port, launch.EVERYWHERE)
+        server = launch.serve_store(job.port, there.listening)
     try:
         yield server.port
     finally:
@@ -188,6 +208,7 @@ def _launch(
     store: PrivateStore | int,
     collected: _Collected,
     there: Placed | None,
+    fleet: Fleet | None,
 ) -> None:
     watch: LiveWatch | None = None
     try:
@@ -195,6 +216,7 @@ def _launch(
             event_links(job, folder, there) as links,
             serving(job, folder, there) as servers,
             data_serving(job, there) as data,
+            settled(fleet, job, folder, servers) as machines,
         ):
             collected.data = data
             if job.goal.watch:
@@ -236,6 +258,7 @@ def _launch(
                 on_message=collected.message,
                 on_tick=tick,
                 on_end=ended,
+                machines=machines,
             )
             collected.died, collected.joined = [*servers.died, *data.died], [*servers.joined, *data.joined]
             if there is not None:
@@ -327,6 +350,7 @@ def _roles(
         "folder": str(folder.path.resolve()),
         "resume": job.resume is not None,
         "identity": jobs.identity_of(job),
+        "machines": list(job.host_of_workers) if job.hosts is not None and job.hosts.are_machines else [],
         **plain_target(job.what),
     }
     seats = [None if there is None else there.seat(rank) for rank in range(job.workers)]
@@ -339,13 +363,21 @@ def _roles(
             config=config,
             environment=launch.worker_environment(rank, job.workers, store, address, seat),
             log=folder.log("worker", rank),
-            threads=job.threads or threads_for(job.workers),
+            threads=job.threads or _threads(job, seat),
             expendable=servers.outlives_workers,
             network=None if seat is None else seat.host.network,
+            machine="" if seat is None else seat.host.machine,
             patience=job.goal.timeout,
         )
         for rank, seat in enumerate(seats)
     ]
+
+
+def _threads(job: Job, seat: Seat | None) -> int:
+    """Threads of a worker by default: of a machine, its cores divided by its workers."""
+    if seat is None or not seat.host.cores:
+        return threads_for(job.workers)
+    return max(1, seat.host.cores // seat.local_size)
 
 
 class _Collected:

@@ -61,6 +61,8 @@ class Job:
     """Rendezvous port; 0 picks a free one."""
     hosts: Hosts | None = None
     """Hosts of the processes; None is this machine alone."""
+    ship: Path | None = None
+    """Folder of code to send to the machines; None: they have it."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense, or that no machine has capacity for."""

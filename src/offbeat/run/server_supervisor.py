@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -16,7 +15,7 @@ from offbeat.protocols.disturbances import DATA_SERVER
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import place_of, server_name, worker_name
 from offbeat.run.job import Job, identity_of
-from offbeat.runtime.hosts import Placed
+from offbeat.runtime.hosts import Placed, PlacedHost
 from offbeat.runtime.launch import Role, RoleOutcome, obituary
 from offbeat.runtime.run.folder import RunFolder
 from offbeat.strategies import combined, parse
@@ -79,9 +78,11 @@ class Serving:
         """Workers ended by a signal; one that could still leave in order is not among the dead of any view."""
         self._replicas = {} if plan is None else dict(enumerate(_replicas(plan)))
         """Shard and replica of every server process, by its rank."""
-        self._make: Callable[[int, Path | None], Role] | None = None
+        self._make: Callable[[int, PlacedHost | None], Role] | None = None
         self._succeeded: set[str] = set()
         self._ended: dict[str, str] = {}  # Servers that ended before the workers did, and how.
+        self.lost_machines: Mapping[str, str] = {}
+        """Machines that are gone, by name; nothing is started there."""
 
     def roles(self, job: Job, folder: RunFolder) -> list[Role]:
         """A process for every replica of every shard; under sandblaster its shards, and what commands them."""
@@ -90,9 +91,9 @@ class Serving:
             return []
         exchange = combined(parse(job.goal.strategy or "")).exchange
         if isinstance(exchange, Sandblaster):
-            return vector_roles(exchange.plan(plan), job, folder, self._homes(plan))
+            return vector_roles(exchange.plan(plan), job, folder, [self._home(*place) for place in self._replicas.values()])
 
-        def role(rank: int, home: Path | None) -> Role:
+        def role(rank: int, home: PlacedHost | None) -> Role:
             shard, replica = self._replicas[rank]
             return Role(
                 kind="server",
@@ -112,12 +113,13 @@ class Serving:
                 threads=1,
                 serves=True,
                 expendable=True,
-                network=home,
+                network=None if home is None else home.network,
+                machine="" if home is None else home.machine,
                 name=server_name(shard, replica),
             )
 
         self._make = role
-        return [role(rank, home) for rank, home in enumerate(self._homes(plan))]
+        return [role(rank, self._home(*place)) for rank, place in self._replicas.items()]
 
     def renewals(self) -> list[Role]:
         """New server processes, for shards that have lost a copy and have another one left.
@@ -140,29 +142,37 @@ class Serving:
             if replica is not None:
                 rank = len(self._replicas)
                 self._replicas[rank] = (shard, replica)
-                new.append(self._make(rank, self._homes(plan)[home_of(shard, replica, plan)]))
+                new.append(self._make(rank, self._home(shard, replica)))
         return new
 
     def _next_replica(self, shard: int, dead: int, plan: ServerPlan) -> int | None:
-        """The number of a new copy, on the host of the dead one, so that copies of a shard stay on different hosts."""
+        """The number of a new copy, on the host of the dead one, so that copies of a shard stay on different hosts.
+
+        If that host is lost, on a host that has no living copy of the shard, if there is one.
+        """
         taken = {replica for of, replica in self._replicas.values() if of == shard}
         free = [n for n in range(plan.replicas + 1, plan.replicas + 1 + SPARES) if n not in taken]
-        return min(free, key=lambda n: ((n - dead) % (plan.replicas + 1) != 0, n), default=None)
+        if self._placed is None:
+            return min(free, default=None)
+        gone = {*self.died, *self._ended}
+        home = homes_of(plan, self._placed)
+        beside = {home[shard, n] for n in taken if server_name(shard, n) not in gone}
+        living = [n for n in free if self._placed.hosts[home[shard, n]].machine not in self.lost_machines]
+        return min(living, key=lambda n: (home[shard, n] in beside, home[shard, n] != home[shard, dead]), default=None)
 
     @property
     def places(self) -> dict[str, int]:
         """The host of each server process that was started, such as `0.1`; only where there are hosts."""
         if self.plan is None or self._placed is None:
             return {}
-        first = self._placed.wanted.of_servers(self.plan.shards * (self.plan.replicas + 1))
-        return {f"{shard}.{copy}": first[home_of(shard, copy, self.plan)] for shard, copy in self._replicas.values()}
+        homes = homes_of(self.plan, self._placed)
+        return {f"{shard}.{copy}": homes[shard, copy] for shard, copy in self._replicas.values()}
 
-    def _homes(self, plan: ServerPlan) -> list[Path | None]:
-        """The network of each server."""
-        count = plan.shards * (plan.replicas + 1)
-        if self._placed is None:
-            return [None] * count
-        return [self._placed.hosts[number].network for number in self._placed.wanted.of_servers(count)]
+    def _home(self, shard: int, replica: int) -> PlacedHost | None:
+        """The host of a server; None if there are no hosts."""
+        if self.plan is None or self._placed is None:
+            return None
+        return self._placed.hosts[homes_of(self.plan, self._placed)[shard, replica]]
 
     def tick(self, watcher: Callable[[], None]) -> None:
         """Ten times a second: call the watcher, and check whether the run can continue."""
@@ -278,7 +288,7 @@ class Serving:
         return RunError(" ".join([str(lost), *[how for name, how in self._ended.items() if name in names][-1:]]))
 
 
-def vector_roles(plan: SandblasterPlan, job: Job, folder: RunFolder, homes: Sequence[Path | None]) -> list[Role]:
+def vector_roles(plan: SandblasterPlan, job: Job, folder: RunFolder, homes: Sequence[PlacedHost | None]) -> list[Role]:
     """The shards of Sandblaster and its coordinator, which is the last server, with all their copies."""
     goal = job.goal
     config = {"plan": msgspec.to_builtins(plan), "disturb": list(goal.disturb), "seed": goal.seed or 0}
@@ -293,10 +303,11 @@ def vector_roles(plan: SandblasterPlan, job: Job, folder: RunFolder, homes: Sequ
             threads=1,
             serves=True,
             expendable=True,
-            network=homes[rank],
+            network=None if home is None else home.network,
+            machine="" if home is None else home.machine,
             name=server_name(shard, replica),
         )
-        for rank, (shard, replica) in enumerate(_replicas(plan.servers))
+        for rank, ((shard, replica), home) in enumerate(zip(_replicas(plan.servers), homes, strict=True))
     ]
 
 
@@ -304,9 +315,20 @@ def _replicas(plan: ServerPlan) -> list[tuple[int, int]]:
     return [(shard, replica) for shard in range(plan.shards) for replica in range(plan.replicas + 1)]
 
 
-def home_of(shard: int, replica: int, plan: ServerPlan) -> int:
-    """The index of the original server process on whose host a replacement runs."""
-    return shard * (plan.replicas + 1) + replica % (plan.replicas + 1)
+def homes_of(plan: ServerPlan, placed: Placed) -> dict[tuple[int, int], int]:
+    """The number of the host of every server process, by shard and replica; also of ones that may replace others."""
+    first = _replicas(plan)
+    homes = dict(zip(first, placed.wanted.of_servers(len(first)), strict=True))
+    if not plan.replicas:
+        return homes
+    turns = sorted(set(homes.values()))
+    for shard in range(plan.shards):
+        # Namespaces cannot be lost, machines can: then replacements must be able to go anywhere.
+        begin = turns.index(homes[shard, 0])
+        for replica in range(plan.replicas + 1, plan.replicas + 1 + SPARES):
+            stay = homes[shard, replica % (plan.replicas + 1)]
+            homes[shard, replica] = turns[(begin + replica) % len(turns)] if placed.wanted.are_machines else stay
+    return homes
 
 
 def _parts_of_workers(job: Job) -> tuple[int, ...]:
@@ -396,17 +418,13 @@ def spread(plan: ServerPlan, placed: Placed) -> ServerPlan:
     from offbeat.protocols.servers.messages import COORDINATOR
     from offbeat.runtime.messages import Keys
 
-    replicas = _replicas(plan)
-    homes = placed.wanted.of_servers(len(replicas))
-    if plan.replicas:
-        copies = range(plan.replicas + 1, plan.replicas + 1 + SPARES)
-        later = [(shard, replica) for shard in range(plan.shards) for replica in copies]
-        replicas, homes = [*replicas, *later], [*homes, *(homes[home_of(*place, plan)] for place in later)]
+    replicas = homes_of(plan, placed)
     addresses = {COORDINATOR: f"tcp://{placed.address}:*"}
-    for number, (replica, home) in enumerate(zip(replicas, homes, strict=True)):
-        addresses[server_name(*replica)] = f"tcp://{placed.hosts[home].address}:{FIRST_PORT + number}"
+    for number, (replica, home) in enumerate(replicas.items()):
+        addresses[server_name(*replica)] = f"tcp://{placed.hosts[home].address}:{_port(placed.hosts[home], number)}"
     for rank in range(plan.workers if not replicas else 0):  # Without servers, workers talk to each other.
-        addresses[worker_name(rank)] = f"tcp://{placed.seat(rank).host.address}:{FIRST_PORT + rank}"
+        host = placed.seat(rank).host
+        addresses[worker_name(rank)] = f"tcp://{host.address}:{_port(host, rank)}"
     rate = placed.wanted.slowest
     # A worker's link carries its part for every shard; a server's, all workers' parts and those for its copies.
     shared = plan.shards + plan.workers * (plan.replicas + 1)
@@ -415,3 +433,8 @@ def spread(plan: ServerPlan, placed: Placed) -> ServerPlan:
     )
     keys = Keys.generate()
     return msgspec.structs.replace(plan, addresses=addresses, pair=(keys.public, keys.secret), timing=timing)
+
+
+def _port(host: PlacedHost, number: int) -> int:
+    """The port of this run's process of this number: of a machine, one that its agent found free."""
+    return host.free_ports[number] if number < len(host.free_ports) else FIRST_PORT + number

@@ -197,7 +197,7 @@ def set_up(assignment: Assignment, place: Place) -> Workplace:
     kept |= {"stopwatch": stopwatch, "group": group, "reports": reports, "random": random_state.Generators()}
     identity = dict(assignment.identity) | {"strategy": strategy.lineage, "workers": place.size}
     replicated = exchange.replicated and pace.replicated
-    memory = Memory(assignment.folder, group, identity, holdings, replicated, relaid)
+    memory = Memory(assignment.folder, group, identity, holdings, replicated, relaid, assignment.machines)
     memory.keep(**kept)
     if assignment.resume and not assignment.joins:
         seed = memory.recall()["seed"]

@@ -52,6 +52,7 @@ def work(config: Mapping[str, Any], control: Control) -> None:
         joins=config.get("joins", False),
         disturbed=tuple(config.get("disturbed", ())),
         identity=config["identity"],
+        machines=tuple(config.get("machines", ())),
         send=control.send,
         fail=control.fail,
         servers=ServerPlan.from_plain(config["servers"]) if config.get("servers") else None,

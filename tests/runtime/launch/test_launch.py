@@ -44,7 +44,7 @@ def test_the_public_names_are_these_and_documented() -> None:
     assert set(launch.__all__) == {
         "EVERYWHERE", "GRACE", "PRELOAD", "Control", "Launcher", "LogFollower", "RoleOutcome", "RemoteError", "Role",
         "PrivateStore", "free_port", "last_lines", "obituary", "private_store", "serve_store", "threads_for",
-        "worker_environment",
+        "worker_environment", "ForkServerLink", "ServerGoneError",
     }  # fmt: skip
     assert all(getattr(launch, name).__doc__ for name in launch.__all__)
 

@@ -240,7 +240,7 @@ def test_memory_that_cannot_be_opened_is_sent_the_next_time(endpoints: Endpoints
 
 def test_peers_of_another_host_get_no_references(endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     server = endpoints("server 0.0", bind=PRIVATE)
-    monkeypatch.setattr("offbeat.runtime.collectives.one_sided.segment.host_identity", lambda: "elsewhere")
+    monkeypatch.setattr("offbeat.runtime.messages.endpoint.host_identity", lambda: "elsewhere")
     worker = endpoints("worker 1")
     worker.connect("server 0.0", server.address)
     segment = lent(worker)

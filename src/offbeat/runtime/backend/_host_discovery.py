@@ -11,7 +11,8 @@ from torch.distributed import PrefixStore, Store
 
 from offbeat.runtime.backend._call_ids import CollectiveError, ranks_in_words
 from offbeat.runtime.collectives.one_sided.arena import Arena, Explains
-from offbeat.runtime.collectives.one_sided.segment import Segment, SegmentError, host_identity
+from offbeat.runtime.collectives.one_sided.segment import Segment, SegmentError
+from offbeat.runtime.collectives.one_sided.tickets import host_identity
 
 
 @dataclass(frozen=True)

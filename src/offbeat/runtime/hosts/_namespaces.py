@@ -21,6 +21,7 @@ from typing import Any
 
 from offbeat.errors import RunError, UsageError
 from offbeat.runtime.hosts._specification import Host, Hosts
+from offbeat.runtime.launch import EVERYWHERE
 from offbeat.runtime.run.procfs import seen
 
 NAMED = Path("/run/netns")  # Where `ip netns` keeps namespaces by name.
@@ -56,8 +57,11 @@ class PlacedHost:
     host: Host
     address: str  # The address of its processes.
     interface: str  # The network interface with this address.
-    network: Path  # The namespace that a process enters to be on it (`network` of a role).
+    network: Path | None  # The namespace that a process enters to be on it (`network` of a role); None: of a machine.
     port: str = ""  # The other end of its link, in the network of `Placed.inside`, where the kernel counts its bytes.
+    machine: str = ""  # The machine whose agent starts its processes (`machine` of a role).
+    free_ports: tuple[int, ...] = ()  # Ports of a machine that nobody uses.
+    cores: int = 0  # Cores of a machine; 0: those of this one.
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,14 @@ class Placed:
     wanted: Hosts  # Their specification.
     hosts: tuple[PlacedHost, ...]  # In the same order.
     address: str  # Where they reach sockets that the launching process opened `inside`.
-    network: Path  # The namespace that `inside` enters.
+    network: Path | None  # The namespace that `inside` enters; None: machines reach this one's own network.
 
     @contextmanager
     def inside(self) -> Generator[None]:
         """Sockets opened by this thread in the body are reachable from the hosts, at `address`, and nowhere else."""
+        if self.network is None:
+            yield
+            return
         with Path("/proc/thread-self/ns/net").open("rb") as before:
             enter(self.network)
             try:
@@ -96,6 +103,11 @@ class Placed:
         number = homes[worker]
         first = homes.index(number)
         return Seat(self.hosts[number], number, len(self.hosts), worker - first, homes.count(number))
+
+    @property
+    def listening(self) -> str:
+        """Where the launching process listens for them: in a network of their own, everywhere."""
+        return self.address if self.network is None else EVERYWHERE
 
     def plain(self, servers: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
         """The hosts as JSON data; `servers` maps server processes to hosts: `0.1` is copy 1 of shard 0."""
@@ -116,6 +128,8 @@ class Placed:
 
     def _sent(self) -> dict[str, tuple[int, int]]:
         """Bytes, including headers, and packets counted by the kernel at the other end of each link."""
+        if self.network is None:
+            return {}
         try:
             with self.inside():
                 lines = Path("/proc/thread-self/net/dev").read_text().splitlines()

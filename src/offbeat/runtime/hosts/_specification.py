@@ -17,7 +17,9 @@ from offbeat import limits
 from offbeat.errors import UsageError, did_you_mean
 from offbeat.simulate.units import parse_rate
 
-KINDS = ("namespace",)  # Kinds of hosts.
+NAMESPACE, SSH, RAY, SLURM = "namespace", "ssh", "ray", "slurm"
+KINDS = (NAMESPACE, SSH, RAY, SLURM)
+"""Kinds of hosts; those of a file are the first two, the others come from what places processes on them."""
 SUBNET = "10.77.0.0/24"  # The addresses of hosts: an isolated network, which cannot clash with this machine's.
 MTU = 1500  # Bytes per packet on the links, as on most Ethernets.
 SLOWEST = 1000.0  # Bytes per second below which a link could not even carry heartbeats.
@@ -38,8 +40,20 @@ class Host:
     """Its share of the server processes; if no host has any, all take turns."""
     rate: str | None = None
     """Rate of its link in each direction, such as `100Mbit`; None: unlimited."""
-    kind: str = "namespace"
-    """A network namespace of this machine."""
+    kind: str = NAMESPACE
+    """A network namespace of this machine, or a machine where an agent is started: by ssh, Ray or Slurm."""
+    address: str | None = None
+    """Of a machine: where ssh finds it, or the name by which Ray or Slurm know it."""
+    user: str | None = None
+    """User of ssh; None: as ssh is configured."""
+    port: int | None = None
+    """Port of ssh."""
+    identity: str | None = None
+    """Key file of ssh."""
+    known_hosts: str | None = None
+    """File of ssh with the keys of hosts; None: the user's own."""
+    python: str | None = None
+    """The command that starts Python there, with offbeat; None: `python3` by ssh, otherwise this program's own path."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(str(self.name)):
@@ -49,6 +63,7 @@ class Host:
             )
         if self.kind not in KINDS:
             raise UsageError(f"host {self.name} has unknown kind {self.kind!r}.{did_you_mean(str(self.kind), KINDS)}")
+        self._check_machine()
         for what in ("workers", "servers"):
             count = getattr(self, what)
             limits.whole(f"host {self.name}: {what} =", count, getattr(limits, what.upper()), least=0)
@@ -59,6 +74,24 @@ class Host:
             )
         if self.rate is not None:
             _check_rate(self.rate, f"host {self.name}")
+
+    def _check_machine(self) -> None:
+        if self.kind == NAMESPACE:
+            for name in ("address", "user", "port", "identity", "known_hosts", "python"):
+                if getattr(self, name) is not None:
+                    raise UsageError(f'host {self.name} has {name}, which is for machines: say kind = "ssh", too.')
+            return
+        for name in ("address", "user", "identity", "known_hosts", "python"):
+            text = getattr(self, name)
+            # A leading dash would be an option of ssh.
+            if text is not None and not (isinstance(text, str) and text.isprintable() and not text.startswith("-")):
+                raise UsageError(f"host {self.name} has {name} = {text!r}: write text that does not begin with a dash.")
+        if not self.address:
+            raise UsageError(
+                f'host {self.name} of kind {self.kind} has no address. Say where it is: address = "10.0.0.7"'
+            )
+        if self.port is not None:
+            limits.port(f"host {self.name}: port =", self.port)
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -76,6 +109,10 @@ class Hosts:
     """Network of their addresses."""
     mtu: int = MTU
     """Bytes per packet on their links."""
+    address: str | None = None
+    """Where machines reach this one; None: its address on the way to the first of them."""
+    cluster: str = ""
+    """What placed them, if that is not a file: `ray`, `ray://ADDRESS` or `slurm`."""
 
     def __post_init__(self) -> None:
         names = [host.name for host in self.hosts]
@@ -125,7 +162,7 @@ class Hosts:
         network, entries = data.get("network", {}), data.get("host", [])
         if not isinstance(network, dict) or not isinstance(entries, list):
             raise UsageError(f"[network] is one table, and hosts are a list of [[host]] tables, such as:\n{_EXAMPLE}")
-        _only(cast("dict[str, Any]", network), ("rate", "subnet", "mtu"), "[network]")
+        _only(cast("dict[str, Any]", network), ("rate", "subnet", "mtu", "address", "cluster"), "[network]")
         common: dict[str, Any] = dict(cast("dict[str, Any]", network))
         rate = common.pop("rate", None)
         if rate is not None:
@@ -135,7 +172,10 @@ class Hosts:
     def plain(self) -> dict[str, Any]:
         """As JSON data, in the form of a file."""
         hosts = [{k: v for k, v in dataclasses.asdict(host).items() if v is not None} for host in self.hosts]
-        return {"network": {"subnet": self.subnet, "mtu": self.mtu}, "host": hosts}
+        network: dict[str, Any] = {"subnet": self.subnet, "mtu": self.mtu}
+        network |= {"address": self.address} if self.address else {}
+        network |= {"cluster": self.cluster} if self.cluster else {}
+        return {"network": network, "host": hosts}
 
     def text(self) -> str:
         """As the text of a file."""
@@ -149,6 +189,11 @@ class Hosts:
     def kind(self) -> str:
         """The kind of all of them."""
         return self.hosts[0].kind
+
+    @property
+    def are_machines(self) -> bool:
+        """Whether they are machines with an agent each, and not namespaces of this one."""
+        return self.kind != NAMESPACE
 
     @property
     def workers(self) -> int:

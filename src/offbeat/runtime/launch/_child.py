@@ -31,9 +31,9 @@ from typing import Any, NoReturn
 import msgspec
 
 from offbeat import errors
-from offbeat.runtime.launch._messages import Exiting, Fork, Note, frame
 from offbeat.runtime.launch._rendezvous import use_private_store
 from offbeat.runtime.launch._roles import RemoteError
+from offbeat.runtime.launch.messages import Exiting, Fork, Note, frame
 from offbeat.runtime.run.rank_environment import STORE
 
 LAUNCHER_GONE = 75  # Exit code of a child whose launcher is gone; nobody is left to read it.

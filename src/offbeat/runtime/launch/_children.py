@@ -15,9 +15,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from offbeat.errors import OutputError, UsageError, WaitError
-from offbeat.runtime.launch import _messages as wire
+from offbeat.runtime.launch import messages as wire
 from offbeat.runtime.launch._roles import RemoteError, Role, RoleOutcome
 from offbeat.runtime.run.procfs import stat_fields
 
@@ -25,12 +26,64 @@ SEND_DEADLINE = 30  # Seconds that the fork server may leave a message unread.
 CLOSE_DEADLINE = 10.0  # Seconds that the fork server has to exit; more than it gives its children.
 
 
+M = TypeVar("M")
+
+
 class ServerGoneError(Exception):
     """The fork server has ended or does not listen; the run turns this into an error with the reason."""
 
 
+class MachineLink(Protocol):
+    """Where roles are started: the fork server of this machine, or an agent on another."""
+
+    machine: str  # Its name; empty for this machine.
+    is_ready: bool  # Whether its imports are done.
+    is_usable: bool
+    lost: str  # Why it is lost, if it is; only of other machines.
+
+    @property
+    def channel(self) -> MessageSource[wire.FromServer]:
+        """What it says."""
+        ...
+
+    def send(self, message: wire.Signal | wire.Drain) -> None:
+        """Say something to it."""
+        ...
+
+    def start(self, order: wire.Fork, role: Role) -> MessageSource[wire.FromChild]:
+        """Have a role started; what it says."""
+        ...
+
+
+class MessageSource(Protocol[M]):
+    """Messages as they come, behind a descriptor that is ready when there are some."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more will come."""
+        ...
+
+    def fileno(self) -> int:
+        """The descriptor; -1 if closed."""
+        ...
+
+    def receive(self) -> list[M]:
+        """What has come; never waits."""
+        ...
+
+    def receive_rest(self) -> list[M]:
+        """What is left of a sender that has ended."""
+        ...
+
+    def close(self) -> None:
+        """Free the descriptor."""
+        ...
+
+
 class ForkServerLink:
     """One fork server, as its launcher sees it."""
+
+    machine = lost = ""
 
     def __init__(self, preload: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
@@ -59,6 +112,18 @@ class ForkServerLink:
         except OSError as error:
             self.channel.ended = self.channel.ended or isinstance(error, ConnectionError)
             raise ServerGoneError from error
+
+    def start(self, order: wire.Fork, role: Role) -> wire.Channel[wire.FromChild]:
+        """Ask for one role; the fork server confirms later."""
+        ours, theirs = socket.socketpair()
+        channel: wire.Channel[wire.FromChild] = wire.Channel(ours, wire.FromChild, str(role))
+        try:
+            with theirs, contextlib.ExitStack() as held:
+                self.send(order, (theirs.fileno(), _open_log(role, held)))
+        except BaseException:
+            channel.close()
+            raise
+        return channel
 
     def obituary(self) -> str:
         """How the fork server ended, and the end of its output."""
@@ -116,7 +181,8 @@ class Child:
 
     role: Role
     id: int
-    channel: wire.Channel[wire.FromChild]
+    channel: MessageSource[wire.FromChild]
+    link: MachineLink
     pid: int | None = None
     error: RemoteError | None = None
     interrupted: bool = False
@@ -139,24 +205,29 @@ class Child:
 class Children:
     """All children of a run, and their channels."""
 
-    def __init__(self, link: ForkServerLink) -> None:
-        self._link = link
+    def __init__(self, links: Sequence[MachineLink]) -> None:
+        self._links = {link.machine: link for link in links}
         self._held = contextlib.ExitStack()
         self.close = self._held.close
         self.selector = self._held.enter_context(contextlib.closing(selectors.DefaultSelector()))
-        """Ready when the fork server (data None) or a child (its data) has sent something."""
-        self.selector.register(link.channel, selectors.EVENT_READ, None)
+        """Ready when a machine or a child (its data) has sent something."""
+        for link in links:
+            self.selector.register(link.channel, selectors.EVENT_READ, link)
         self.all: dict[int, Child] = {}  # By the id of their fork order.
 
-    def order(self, order: wire.Fork, role: Role, log: int) -> None:
-        """Ask the fork server for one role; it confirms later."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            child = Child(role, order.id, wire.Channel(ours, wire.FromChild, str(role)))
-            self._held.callback(child.channel.close)
-            self.all[order.id] = child
-            self.selector.register(child.channel, selectors.EVENT_READ, child)
-            self._link.send(order, (theirs.fileno(), log))
+    def order(self, order: wire.Fork, role: Role) -> None:
+        """Ask the role's machine to start it; it confirms later."""
+        link = self._links[role.machine]
+        channel = link.start(order, role)
+        child = self.all[order.id] = Child(role, order.id, channel, link)
+        self._held.callback(channel.close)
+        self.selector.register(channel, selectors.EVENT_READ, child)
+
+    def lose(self, link: MachineLink) -> list[Child]:
+        """Hear no more of a machine; its children that had not ended."""
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(link.channel)
+        return [child for child in self.living() if child.link is link]
 
     def living(self) -> list[Child]:
         """Children that have not ended."""
@@ -174,19 +245,19 @@ class Children:
         """Send a signal to all living children, or to one by its name."""
         for child in self.living():
             if role is None or str(child.role) == role:
-                self._link.send(wire.Signal(child.id, number))
+                child.link.send(wire.Signal(child.id, number))
 
     def end_stopped(self, now: float) -> None:
         """Kill children that stay stopped for too long: they cannot keep their deadlines, and peers may not notice."""
         # A process that a debugger holds does not count as stopped, and servers are left to whoever needs them.
         for child in self.living():
-            if child.pid is None or child.role.serves or stat_fields(child.pid)[:1] != ["T"]:
+            if child.pid is None or child.role.serves or child.link.machine or stat_fields(child.pid)[:1] != ["T"]:
                 child.stopped_since = None
             elif child.stopped_since is None:
                 child.stopped_since = now
             elif now - child.stopped_since > child.role.patience and not child.overdue:
                 child.overdue = True
-                self._link.send(wire.Signal(child.id, signal.SIGKILL))
+                child.link.send(wire.Signal(child.id, signal.SIGKILL))
 
     def stop_hearing(self, child: Child) -> None:
         """Close a child's channel."""
@@ -196,7 +267,7 @@ class Children:
 
     def kill_groups(self, seconds: float) -> None:
         """Kill all process groups without the fork server, and wait until nothing in them runs or time is up."""
-        groups = [child.pid for child in self.all.values() if child.pid is not None]
+        groups = [child.pid for child in self.all.values() if child.pid is not None and not child.link.machine]
         for group in groups:
             with contextlib.suppress(OSError):
                 os.killpg(group, signal.SIGKILL)
@@ -218,7 +289,7 @@ def _group_runs(group: int) -> bool:
     )
 
 
-def open_log(role: Role, held: contextlib.ExitStack) -> int:
+def _open_log(role: Role, held: contextlib.ExitStack) -> int:
     """The descriptor of a role's log, open as long as `held`."""
     try:
         role.log.parent.mkdir(parents=True, exist_ok=True)
@@ -236,7 +307,8 @@ def order_for(number: int, role: Role) -> wire.Fork:
         label=str(role),
         entry=role.entry,
         config=dict(role.config),
-        environment={**os.environ, **role.environment},
+        # Another machine has its own.
+        environment={**({} if role.machine else os.environ), **role.environment},
         directory=str(Path.cwd()),
         path=[entry or str(Path.cwd()) for entry in sys.path],
         threads=role.threads,

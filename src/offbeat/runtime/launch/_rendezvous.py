@@ -99,7 +99,7 @@ def serve_store(port: int = 0, host: str = "127.0.0.1") -> TCPStore:
         raise _taken(port, host, error) from error
     own = host == EVERYWHERE
     # Torch looks up a name for the address, and complains on stderr that there is no name server.
-    with _silenced() if own else nullcontext():
+    with nullcontext() if _is_loopback(host) else _silenced():
         return TCPStore(
             "127.0.0.1" if own else host,
             listener.getsockname()[1],

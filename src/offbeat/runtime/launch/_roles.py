@@ -49,6 +49,7 @@ class Role:
     """Seconds its threads and exit handlers may take after its work is done, and seconds it may stay stopped by
     SIGSTOP; the error names what was waited for."""
     name: str = ""  # Name in messages; by default its kind and rank.
+    machine: str = ""  # The machine that it runs on, if that is not this one.
 
     def __post_init__(self) -> None:
         module, colon, function = self.entry.partition(":")
@@ -98,8 +99,9 @@ class RoleOutcome:
 class Failures:
     """The roles of a run that have not ended well so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, settle: float = SETTLE) -> None:
         self._known: list[RoleOutcome] = []
+        self._settle = settle
         self._settled_at = 0.0
         self.tolerated: list[RoleOutcome] = []  # Ends of expendable roles.
         self.announced: list[RoleOutcome] = []  # Roles that exit with a code of their own and may not have ended yet.
@@ -107,7 +109,7 @@ class Failures:
     def add(self, failure: RoleOutcome) -> None:
         """Add a failure that ends the run."""
         if not self._known:
-            self._settled_at = time.monotonic() + SETTLE
+            self._settled_at = time.monotonic() + self._settle
         self._known.append(failure)
 
     def decide(self) -> bool:

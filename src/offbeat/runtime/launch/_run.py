@@ -17,13 +17,15 @@ from typing import Any, assert_never
 
 import msgspec
 
-from offbeat.errors import RunError, UsageError, WaitError
-from offbeat.runtime.launch import _messages as wire
-from offbeat.runtime.launch._children import Child, Children, ForkServerLink, ServerGoneError, open_log, order_for
-from offbeat.runtime.launch._roles import Failures, RemoteError, Role, RoleOutcome, error_for
+from offbeat.errors import MachineLostError, RunError, UsageError, WaitError
+from offbeat.runtime.launch import messages as wire
+from offbeat.runtime.launch._children import Child, Children, ForkServerLink, MachineLink, ServerGoneError, order_for
+from offbeat.runtime.launch._roles import SETTLE, Failures, RemoteError, Role, RoleOutcome, error_for
 
 TICK = 0.1  # Seconds between calls of `on_tick`.
 FORK_DEADLINE = 30.0  # Seconds for the fork server to fork all roles.
+SETTLE_FAR = 7.0
+"""Seconds to wait for a better explanation than a lost peer where machines may be lost: longer than their silence."""
 KILL_DEADLINE = 10.0  # Seconds for the kernel to end processes after SIGKILL.
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "safetensors.torch")
 """Imports of nearly every role, paid for once per launcher instead of once per process."""
@@ -78,7 +80,8 @@ class LaunchedRun:
 
     def __init__(
         self,
-        link: ForkServerLink,
+        link: ForkServerLink | None,
+        machines: Sequence[MachineLink],
         on_message: OnMessage,
         on_tick: OnTick,
         on_end: OnEnd,
@@ -86,14 +89,15 @@ class LaunchedRun:
         interrupts: Interrupts,
     ) -> None:
         self._link, self._grace, self._interrupts = link, grace.total_seconds(), interrupts
+        self._links: list[MachineLink] = [*([] if link is None else [link]), *machines]
         self._on_message, self._on_tick, self._on_end = on_message, on_tick, on_end
-        self._children = Children(link)
-        self._failures = Failures()
+        self._children = Children(self._links)
+        self._failures = Failures(SETTLE_FAR if machines else SETTLE)
         self._next_tick = 0.0
         self._silenced = False
         self._ending_since: float | None = None
         self._killed = False
-        self._drained = False
+        self._drained: set[str] = set()
         self._problem: BaseException | None = None  # raised while ending
 
     def go(self, roles: Sequence[Role]) -> list[RoleOutcome]:
@@ -105,7 +109,7 @@ class LaunchedRun:
                 self._fork(roles, orders)
                 self._turn_until(self._is_decided)
             except ServerGoneError:
-                self._link.is_usable = False  # _end reports why.
+                self._own_link().is_usable = False  # _end reports why.
             except BaseException:
                 self._end()
                 raise
@@ -122,21 +126,32 @@ class LaunchedRun:
 
     # -- starting
 
+    def _own_link(self) -> ForkServerLink:
+        assert self._link is not None  # noqa: S101 (only it can be gone)
+        return self._link
+
     def _await_server(self) -> None:
-        self._turn_until(lambda: self._link.is_ready or self._interrupts.count > 0, wire.PRELOAD_DEADLINE)
-        if not self._link.is_ready and not self._interrupts.count:
-            self._link.kill()
-            raise WaitError(
-                f"The fork server did not import {', '.join(self._link.preload)} within {wire.PRELOAD_DEADLINE:g} s."
-            )
+        def unready() -> list[MachineLink]:
+            return [link for link in self._links if not link.is_ready]
+
+        self._turn_until(lambda: not unready() or self._is_lost() or self._interrupts.count > 0, wire.PRELOAD_DEADLINE)
+        for link in unready() if not self._interrupts.count and not self._is_lost() else ():
+            if isinstance(link, ForkServerLink):
+                link.kill()
+            where = f" on machine {link.machine}" if link.machine else ""
+            raise WaitError(f"The fork server{where} did not finish its imports within {wire.PRELOAD_DEADLINE:g} s.")
+        if self._is_lost():
+            names = "; ".join(f"{link.machine}: {link.lost}" for link in self._links if link.lost)
+            raise MachineLostError(f"a machine was lost before the run began: {names}.")
+
+    def _is_lost(self) -> bool:
+        return any(link.lost for link in self._links)
 
     def _fork(self, roles: Sequence[Role], orders: Sequence[wire.Fork]) -> None:
-        with contextlib.ExitStack() as held:
-            logs = [open_log(role, held) for role in roles]
-            for role, order, log in zip(roles, orders, logs, strict=True):
-                if self._interrupts.count:
-                    return
-                self._children.order(order, role, log)
+        for role, order in zip(roles, orders, strict=True):
+            if self._interrupts.count:
+                return
+            self._children.order(order, role)
         self._turn_until(lambda: not self._children.unforked() or self._is_decided(), FORK_DEADLINE)
         if self._children.unforked() and not self._is_decided():
             missing = ", ".join(str(child.role) for child in self._children.unforked())
@@ -147,9 +162,7 @@ class LaunchedRun:
         if self._ending_since is None:
             if any(str(child.role) == str(role) for child in self._children.living()):
                 raise UsageError(f"{role} is running: another can take its place only when it has ended.")
-            order = order_for(len(self._children.all), role)
-            with contextlib.ExitStack() as held:
-                self._children.order(order, role, open_log(role, held))
+            self._children.order(order_for(len(self._children.all), role), role)
 
     def kill(self, role: str) -> None:
         """Kill this role's process, if it lives."""
@@ -171,14 +184,11 @@ class LaunchedRun:
         now = time.monotonic()
         until = self._next_tick if deadline is None else min(self._next_tick, deadline)
         for key, _ in self._children.selector.select(max(0.0, until - now)):
-            child: Child | None = key.data
-            if child is None:
-                for message in self._link.channel.receive():
-                    self._heed(message)
-                if self._link.channel.ended:
-                    raise ServerGoneError
-            elif child.outcome is None:
-                self._hear(child, child.channel.receive)
+            speaker: Child | MachineLink = key.data
+            if not isinstance(speaker, Child):
+                self._attend(speaker)
+            elif speaker.outcome is None:
+                self._hear(speaker, speaker.channel.receive)
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + TICK
             self._children.end_stopped(time.monotonic())
@@ -217,12 +227,40 @@ class LaunchedRun:
         if child.channel.ended:
             self._children.stop_hearing(child)
 
-    def _heed(self, message: wire.FromServer) -> None:
+    def _attend(self, link: MachineLink) -> None:
+        """Hear what a machine's fork server says."""
+        for message in link.channel.receive():
+            self._heed(message, link)
+        if link.channel.ended:
+            if link is self._link:
+                raise ServerGoneError
+            self._lose(link)
+
+    def _lose(self, link: MachineLink) -> None:
+        """A machine is gone: one event, which ends all that ran there."""
+        now = time.monotonic()
+        children = self._children.lose(link)
+        names = " and ".join(str(child.role) for child in children)
+        text = f"machine {link.machine} was lost, and with it {names}: {link.lost}. Resume with --resume, on others."
+        error = RemoteError(MachineLostError.__name__, text, "", MachineLostError.__name__, at=now)
+        for child in children:
+            self._children.stop_hearing(child)
+            child.outcome = RoleOutcome(child.role, None, int(signal.SIGKILL), None, now)
+        for child in children:
+            if child.outcome is not None:
+                failure = replace(child.outcome, error=error)
+                if child.role.tolerates(None):
+                    self._failures.tolerated.append(failure)
+                elif self._ending_since is None:
+                    self._failures.add(failure)
+                self._call(self._on_end, child.outcome)
+
+    def _heed(self, message: wire.FromServer, link: MachineLink) -> None:
         match message:
             case wire.ServerReady():
-                self._link.is_ready = True
+                link.is_ready = True
             case wire.Broken():
-                self._link.is_usable = False
+                link.is_usable = False
                 error = RunError(f"The fork server, which starts all processes of a run, failed: {message.message}")
                 if message.traceback:
                     error.add_note(f"In the fork server:\n{message.traceback.rstrip()}")
@@ -236,7 +274,7 @@ class LaunchedRun:
             case wire.RoleEnded():
                 self._note_end(self._children.all[message.id], message)
             case wire.Drained():
-                self._drained = True
+                self._drained.add(link.machine)
             case _:
                 assert_never(message)
 
@@ -274,13 +312,15 @@ class LaunchedRun:
         try:
             self._end_through_server()
         except BaseException as error:
-            self._link.kill()
-            self._children.kill_groups(KILL_DEADLINE)
-            problem = RunError(self._link.obituary()) if isinstance(error, ServerGoneError) else error
+            problem = error
+            if self._link is not None:
+                self._link.kill()
+                self._children.kill_groups(KILL_DEADLINE)
+                problem = RunError(self._link.obituary()) if isinstance(error, ServerGoneError) else error
             self._problem = self._problem or problem
 
     def _end_through_server(self) -> None:
-        if not self._link.is_usable:
+        if self._link is not None and not self._link.is_usable:
             raise ServerGoneError
         # Callbacks are no longer interruptible: from here on, another interrupt means "at once".
         before = self._interrupts.count
@@ -296,9 +336,15 @@ class LaunchedRun:
             raise WaitError(f"{names} did not end within {KILL_DEADLINE:g} s of SIGKILL.")
         if not self._children.all:
             return  # The server may still be importing and not listen.
-        self._link.send(wire.Drain())
-        self._turn_until(lambda: self._drained, KILL_DEADLINE)
-        if not self._drained:
+        for link in self._links:
+            if link.is_usable:
+                link.send(wire.Drain())
+
+        def drained() -> bool:
+            return all(link.machine in self._drained for link in self._links if link.is_usable)
+
+        self._turn_until(drained, KILL_DEADLINE)
+        if not drained():
             raise WaitError(f"Processes that the roles had started did not end within {KILL_DEADLINE:g} s of SIGKILL.")
 
 
@@ -332,11 +378,12 @@ class Launcher:
         on_tick: OnTick = lambda: None,
         on_end: OnEnd = lambda _outcome: None,
         grace: timedelta = GRACE,
+        machines: Sequence[MachineLink] = (),
     ) -> list[RoleOutcome]:
         """Run roles until all except servers have succeeded; the first failure ends the others and is raised.
 
         `on_message(role, message)`, `on_end(outcome)` for each role and `on_tick()`, about ten times a second, are
-        called on this thread.
+        called on this thread. `machines` are those where roles with a `machine` run.
         """
         if self._run is not None:
             raise UsageError("This launcher is already running roles: wait for its end, or make a second launcher.")
@@ -344,10 +391,12 @@ class Launcher:
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise UsageError(f"Each role needs a rank of its own: {', '.join(duplicates)} was given more than once.")
         try:
-            self.start()
-            assert self._link is not None  # noqa: S101 (start made it)
+            here = any(not role.machine for role in roles)
+            if here:
+                self.start()
             with Interrupts() as interrupts:
-                self._run = LaunchedRun(self._link, on_message, on_tick, on_end, grace, interrupts)
+                link = self._link if here else None
+                self._run = LaunchedRun(link, machines, on_message, on_tick, on_end, grace, interrupts)
                 return self._run.go(roles)
         finally:
             self._run = None

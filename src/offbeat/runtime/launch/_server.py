@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Never, assert_never
 
 from offbeat.runtime.launch import _child
-from offbeat.runtime.launch import _messages as wire
+from offbeat.runtime.launch import messages as wire
 
 TURN = 0.5  # Seconds between checks that the launcher is alive, in case its socket does not tell.
 FAREWELL = 5.0  # Seconds to wait for killed children before exiting anyway.

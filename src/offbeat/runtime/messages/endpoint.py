@@ -26,7 +26,7 @@ import zmq
 from numpy.typing import NDArray
 
 from offbeat.errors import OffbeatError, UsageError
-from offbeat.runtime.collectives.one_sided.tickets import TICKET, SegmentError, open_ticket
+from offbeat.runtime.collectives.one_sided.tickets import TICKET, SegmentError, host_identity, open_ticket
 from offbeat.runtime.messages.frames import Buffer, Bytes, Codec, EndpointHello, FrameError, MemoryReference, as_bytes
 from offbeat.runtime.messages.keys import Keys
 from offbeat.runtime.messages.sockets import Socket, Sockets, check_address
@@ -251,9 +251,6 @@ class Endpoint(Generic[M]):
         *,
         named_by_key: bool = False,
     ) -> None:
-        # Imports torch, which keys do not need.
-        from offbeat.runtime.collectives.one_sided.segment import host_identity
-
         self.name = name
         self._codec = codec
         self._has_keys = keys is not None

@@ -236,6 +236,8 @@ class Assignment:
     data_servers: DataServerPlan | None = None  # The processes that prepare this run's batches, if there are any.
     offer: Callable[[Any], Any] | None = None
     """In a data server, what takes the loaders that a script prepares, instead of a team."""
+    machines: tuple[int, ...] = ()
+    """The machine of each worker, where machines share no files; empty where all workers write to one folder."""
     open_teams: list[Any] = field(default_factory=list)
     """Teams that the script has opened; any it leaves open are closed for it."""
 

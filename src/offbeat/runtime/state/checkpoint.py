@@ -29,7 +29,7 @@ from offbeat.runtime.state.tensor_tree import put_together, take_apart
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 CERTIFICATE = "certificate.json"  # An extra file that only snapshots have.
 _SHARED = "shared.safetensors"
 _OWN = "worker-"
@@ -59,9 +59,11 @@ class Checkpoints:
         group: Group,
         identity: Mapping[str, Any],
         relaid: Callable[[str, str], bool] = lambda _before, _now: False,
+        machines: tuple[int, ...] = (),
     ) -> None:
         self.folder = folder
         self._relaid = relaid
+        self._machines = machines
         self._group = group
         # What must match for a run to resume from one of them, as it will be read: tuples become lists.
         self.identity: dict[str, Any] = json.loads(json.dumps(dict(identity)))
@@ -70,10 +72,12 @@ class Checkpoints:
         """Write the leader's shared state and each worker's own; a collective call."""
         leader = self._group.membership.leader()
         leads = leader == self._group.rank
+        # Machines that share no files have a folder each, with the parts of their own workers.
+        keeps = self._keeper(leader) == self._group.rank
         final = draft = self.folder / f".draft-{step:09d}"
 
         def begin() -> None:
-            if leads:
+            if keeps:
                 _sweep(self.folder)
                 draft.mkdir(parents=True)
 
@@ -84,7 +88,7 @@ class Checkpoints:
 
         def finish() -> None:
             nonlocal final
-            if leads:
+            if keeps:
                 final = publish(draft, self.folder, step, self._group.size, self.identity, summary)
 
         for act in (begin, write, finish):
@@ -97,6 +101,13 @@ class Checkpoints:
             if leader not in self._group.membership.present:
                 break  # The leader has died: this one is abandoned, and the previous one is still the newest.
         return final
+
+    def _keeper(self, leader: int) -> int:
+        """The worker that keeps the folder of this machine."""
+        if not self._machines or self._machines[leader] == self._machines[self._group.rank]:
+            return leader
+        here = self._machines[self._group.rank]
+        return min(rank for rank in self._group.membership.present if self._machines[rank] == here)
 
     def _agree(self, failure: str) -> None:
         """Continue only if no worker failed; all raise together, so that none is left waiting."""
@@ -178,7 +189,7 @@ def publish(
         "summary": dict(summary),
         "files": {name: fingerprint(draft / name, "blake2b") for name in names},
     }
-    write_text(draft / _MANIFEST, json.dumps(manifest | {"checksum": digest(manifest)}, indent=1))
+    write_text(draft / MANIFEST, json.dumps(manifest | {"checksum": digest(manifest)}, indent=1))
     _sync_folder(draft)
     final = _move(draft, folder, step)
     _sync_folder(folder)
@@ -224,7 +235,7 @@ def newest_step(folder: Path) -> int:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, checked against its files."""
     try:
-        manifest = read_object(path / _MANIFEST)
+        manifest = read_object(path / MANIFEST)
         files = msgspec.convert(manifest, _Manifest).files
         known = manifest["format"]
         whole = manifest.pop("checksum", None) == digest(manifest) if known == FORMAT else True
@@ -238,7 +249,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if known != FORMAT:
         raise CheckpointError(f"{path} has format {known}, this version of offbeat reads format {FORMAT}.")
     if not whole:
-        raise CheckpointError(f"{path} is damaged: {_MANIFEST} is not what was written (another checksum).")
+        raise CheckpointError(f"{path} is damaged: {MANIFEST} is not what was written (another checksum).")
     for name, expected in files.items():
         try:
             actual = fingerprint(path / name, "blake2b", expected.bytes)
@@ -264,7 +275,7 @@ def _refuse_gone(path: Path) -> None:
 def _all(folder: Path) -> list[Path]:
     if not is_folder(folder):
         return []
-    complete = (path for path in folder.iterdir() if _NAME.fullmatch(path.name) and is_there(path / _MANIFEST))
+    complete = (path for path in folder.iterdir() if _NAME.fullmatch(path.name) and is_there(path / MANIFEST))
     return sorted((path for path in complete if not path.is_symlink()), key=_number)
 
 
@@ -278,7 +289,7 @@ def _sweep(folder: Path) -> None:
     """Remove what a kill left behind: drafts and half-removed checkpoints."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name.startswith((".draft-", _REMOVED)) or (
-            _NAME.fullmatch(path.name) and not (path / _MANIFEST).exists()
+            _NAME.fullmatch(path.name) and not (path / MANIFEST).exists()
         ):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -162,8 +162,10 @@ class Memory:
         holdings: Holdings,
         replicated: bool,
         relaid: Callable[[str, str], bool] = lambda _before, _now: False,
+        machines: tuple[int, ...] = (),
     ) -> None:
-        self._checkpoints = None if folder is None else Checkpoints(folder / "checkpoint", group, identity, relaid)
+        checkpoints = None if folder is None else folder / "checkpoint"
+        self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints, group, identity, relaid, machines)
         self._group, self._holdings, self._replicated = group, holdings, replicated
         if self._checkpoints is not None and group.membership.leads:
             discard(self._checkpoints.folder)  # Parts left by a killed run must not mix with new ones.

@@ -13,7 +13,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,10 +116,3 @@ def _mapped(descriptor: int, size: int) -> NDArray[np.uint8]:
     if address != place.value:
         raise OSError(ctypes.get_errno(), "mmap failed")
     return reserved[start : start + size]
-
-
-def host_identity() -> str:
-    """Equal in processes that can share segments and count as one host: same boot, user, PID and network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    spaces = [Path("/proc/self/ns") / kind for kind in ("pid", "net", "user")]
-    return ":".join([boot, *(str(space.stat().st_ino) for space in spaces), str(os.getuid())])

@@ -1,0 +1,67 @@
+"""What a run on other machines needs beside their agents: its files there, its code, and what it cannot do there."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from offbeat.errors import UsageError
+from offbeat.run.job import Job, Script
+from offbeat.run.server_supervisor import Serving
+from offbeat.runtime.agents.code import packed
+from offbeat.runtime.agents.fleet import AgentLink, Fleet
+from offbeat.runtime.run.folder import RunFolder
+from offbeat.strategies import combined, parse
+
+
+def check_for_machines(job: Job) -> None:
+    """Refuse what needs memory or files that machines do not share."""
+    goal = job.goal
+    if goal.watch:
+        raise UsageError(
+            "--watch reads memory that the workers of one machine write to, and cannot see other machines yet. Omit it."
+        )
+    if goal.tensorboard:
+        raise UsageError("--tensorboard writes on the machine of worker 0, where nobody would look. Omit it.")
+    consistency = getattr(combined(parse(goal.strategy or "single")).exchange, "consistency", None)
+    if goal.checkpoint_every and consistency is not None and str(consistency) != "bsp":
+        raise UsageError(
+            f"--checkpoint-every {goal.checkpoint_every} under {goal.strategy} takes snapshots, whose parts are "
+            f"written to one folder, which machines do not share. Omit it: checkpoints at evaluations work."
+        )
+    if job.ship is not None and not job.ship.is_dir():
+        raise UsageError(f"--ship {job.ship} is not a folder. Give the folder of your code, such as `.`.")
+
+
+@contextmanager
+def settled(fleet: Fleet | None, job: Job, folder: RunFolder, servers: Serving) -> Generator[Sequence[AgentLink]]:
+    """The links to the agents, with everything there that the run needs; in the end all of its files are here."""
+    if fleet is None:
+        yield ()
+        return
+    home = str(folder.path.resolve())
+    moved = {home: "folder"}
+    if servers.plan is not None:
+        moved[servers.plan.folder] = "sockets"
+    code = None
+    if job.ship is not None:
+        code = packed(job.ship)
+        moved[str(job.ship.resolve())] = "code"
+    paths = [] if (own := _own_file(job)) is None else [own]
+    # Roles get the launcher's paths, which each link turns into its machine's.
+    fleet.prepare(folder.path, moved, paths, code)
+    hosts = job.hosts
+    if hosts is not None:
+        fleet.expect_checkpoints(hosts.hosts[number].name for number in set(hosts.of_workers()))
+    servers.lost_machines = fleet.lost
+    try:
+        yield list(fleet.links.values())
+    finally:
+        fleet.finish()
+
+
+def _own_file(job: Job) -> str | None:
+    """The file of the user's script or task, which every machine must have."""
+    source = job.what.path if isinstance(job.what, Script) else job.what.source
+    return str(Path(source).resolve()) if source.endswith(".py") else None
