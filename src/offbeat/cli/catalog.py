@@ -37,7 +37,7 @@ COMMANDS: Final = (
         options.CompareOptions,
         Goal,
         only=("target", "epochs", "steps", "disturb", "parts", "data_servers", "device", "timeout"),
-        leading=("strategies", "workers", "hosts", "target", "seeds", "seed"),
+        leading=("strategies", "workers", "on", "hosts", "target", "seeds", "seed"),
         first_page=True,
     ),
     Command(

@@ -48,8 +48,14 @@ _TARGET_OR_RESUME = f"{_TARGET} Omit it with --resume."
 _ARGUMENTS = "Arguments of the script, or `--name value` pairs of the task."
 _HOSTS = (
     "TOML file of the hosts to run on: a `\\[\\[host]]` table each, with name, number of workers and link "
-    "rate (`100Mbit`). Hosts are network namespaces of this machine, which needs root; see docs/hosts.md."
+    "rate (`100Mbit`). Hosts are machines behind ssh, or network namespaces of this machine, which needs root; see "
+    "docs/hosts.md."
 )
+_ON = (
+    "Where to run: `local` (the default), a file as for --hosts, `ray` or `ray://ADDRESS`, or `slurm`; see "
+    "docs/engines.md."
+)
+_SHIP = "Send the code in this folder (what git tracks there) to the machines, which otherwise must have it."
 _THREADS = "Threads per worker. Default: cores divided by workers."
 _NETWORK = (
     "Links between hosts: rate and latency, e.g. `10Gbit,50us`; optionally the reduction speed: `10Gbit,50us,8GB/s`."
@@ -67,7 +73,9 @@ class RunOptions(Printed):
     what: str | None = argument(_TARGET_OR_RESUME, "TARGET", None)
     arguments: tuple[str, ...] = argument(_ARGUMENTS, "[-- ARGS]", ())
     workers: int | None = option(None, "Number of workers. Default: 1; one per core if distributed.", "-w")
+    on: str | None = option(None, _ON, metavar="ENGINE")
     hosts: Path | None = option(None, _HOSTS, metavar="FILE")
+    ship: Path | None = option(None, _SHIP, metavar="FOLDER")
     threads: int | None = option(None, _THREADS)
     out: Path = option(Path("runs"), "Directory for run folders.", "-o", metavar="FOLDER")
     resume: Path | None = option(None, "Resume the run in this folder.", command_line_only=True)
@@ -88,6 +96,7 @@ class CompareOptions:
         name="strategy",
     )
     workers: int | None = option(None, "Number of workers. Default: one per core, at least 2.", "-w")
+    on: str | None = option(None, _ON, metavar="ENGINE")
     hosts: Path | None = option(None, _HOSTS, metavar="FILE")
     seeds: int | None = option(None, "Seeds per strategy. Default: 5.")
     seed: int = option(0, "First seed; the others follow it.")

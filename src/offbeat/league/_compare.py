@@ -21,6 +21,7 @@ from offbeat.league._records import Entry, Planned, of_result
 from offbeat.league._settings import GRID, SEEDS, LeagueSettings
 from offbeat.run.drive import WARM, Watcher, drive
 from offbeat.run.job import Job, Script, agreed_workers, plain_target, short_name, target_of
+from offbeat.runtime.engines import hosts_on
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import RunFolder, new_folder, write_whole
@@ -88,7 +89,7 @@ def compare(
     goal["disturb"] = [disturb] if isinstance(disturb, str) else list(disturb)
     asked = None
     if what is not None:
-        machines = Hosts.read(Path(hosts)) if isinstance(hosts, str | Path) else hosts
+        machines = hosts_on(hosts, workers)
         asked = LeagueSettings(
             what=plain_target(target_of(what, arguments)),
             strategies=tuple(map(str, strategies)),

@@ -62,7 +62,7 @@ class PeerLost(Struct, frozen=True):
     silent: float
 
 
-class Link:
+class LinkEnd:
     """One end of a link: numbers what is sent, acknowledges what arrives, resends, and notices silence."""
 
     def __init__(self, peer: Name, timing: LinkTiming) -> None:
@@ -150,7 +150,7 @@ class LinksMachine:
     def __init__(self, name: Name, peers: Iterable[Name], timing: LinkTiming | None = None) -> None:
         self.name = name
         self._timing = timing or LinkTiming()
-        self.links = {peer: Link(peer, self._timing) for peer in peers}
+        self.links = {peer: LinkEnd(peer, self._timing) for peer in peers}
         self._begun: set[Name] = set()
         """Peers that were heard: before that, whoever started them knows how long it takes."""
 

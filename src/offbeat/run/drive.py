@@ -38,7 +38,7 @@ from offbeat.run.server_supervisor import Serving, role_counts, servers_of, serv
 from offbeat.run.step_times import predicted, verdict
 from offbeat.runtime import launch
 from offbeat.runtime.agents.fleet import Fleet
-from offbeat.runtime.engines import machines_of
+from offbeat.runtime.engines import hosts_on, machines_of
 from offbeat.runtime.hosts import Hosts, Placed, Seat, placed
 from offbeat.runtime.launch import Launcher, PrivateStore, Role, RoleOutcome, threads_for
 from offbeat.runtime.run.folder import BY_SCRIPT, RunFolder, environment, part
@@ -83,6 +83,7 @@ def fit(
     *,
     workers: int | None = None,
     hosts: Hosts | str | Path | None = None,
+    ship: str | Path | None = None,
     target: float | None = None,
     epochs: int | None = None,
     steps: int | None = None,
@@ -105,11 +106,11 @@ def fit(
     """Train a task under a strategy on a number of workers, and return the result.
 
     `task` is an instance, or its name as on the command line (`offbeat.tasks.digits`). Everything else has a default:
-    one worker; with `hosts`, an object or the path of a file, as many as those have; with `resume`, as many as before.
-    `disturb` injects faults, a sentence each; `replace` is how many dead workers are replaced by new ones;
-    `data_servers` is how many processes prepare batches for the workers. `watch` records and judges the workers' events
-    during the run; `rate_factor` multiplies learning rates. A `launcher` is used and left open, so that several runs
-    share one fork server.
+    one worker; with `hosts`, an object, the path of a file or an engine (`ray`, `slurm`), as many as those have; with
+    `resume`, as many as before. `ship` is a folder of code to send to machines. `disturb` injects faults, a sentence
+    each; `replace` is how many dead workers are replaced by new ones; `data_servers` is how many processes prepare
+    batches for the workers. `watch` records and judges the workers' events during the run; `rate_factor` multiplies
+    learning rates. A `launcher` is used and left open, so that several runs share one fork server.
     """
     goal = Goal(
         strategy=None if strategy is None else str(strategy),
@@ -128,14 +129,14 @@ def fit(
         rate_factor=rate_factor,
     )
     before = None if resume is None else Path(resume)
-    places = Hosts.read(Path(hosts)) if isinstance(hosts, str | Path) else hosts
+    places = hosts_on(hosts, workers)
     count = agreed_workers(places, workers, 1 if before is None else earlier(before)["workers"])
     what = jobs.target_of(task)
     if isinstance(what, Script):
         raise TaskError(
             f"{task!r} is a script, not a task. Run it with `offbeat run`, or name a class in it: '{task}:Class'."
         )
-    job = Job(what, goal, count, threads, Path(out), before, hosts=places)
+    job = Job(what, goal, count, threads, Path(out), before, hosts=places, ship=None if ship is None else Path(ship))
     return drive(job, launcher=launcher, watcher=watcher)
 
 

@@ -153,7 +153,7 @@ class Serving:
         taken = {replica for of, replica in self._replicas.values() if of == shard}
         free = [n for n in range(plan.replicas + 1, plan.replicas + 1 + SPARES) if n not in taken]
         if self._placed is None:
-            return min(free, default=None)
+            return min(free, key=lambda n: ((n - dead) % (plan.replicas + 1) != 0, n), default=None)
         gone = {*self.died, *self._ended}
         home = homes_of(plan, self._placed)
         beside = {home[shard, n] for n in taken if server_name(shard, n) not in gone}
@@ -326,9 +326,15 @@ def homes_of(plan: ServerPlan, placed: Placed) -> dict[tuple[int, int], int]:
         # Namespaces cannot be lost, machines can: then replacements must be able to go anywhere.
         begin = turns.index(homes[shard, 0])
         for replica in range(plan.replicas + 1, plan.replicas + 1 + SPARES):
-            stay = homes[shard, replica % (plan.replicas + 1)]
-            homes[shard, replica] = turns[(begin + replica) % len(turns)] if placed.wanted.are_machines else stay
+            stay = home_of(shard, replica, plan)
+            far = turns[(begin + replica) % len(turns)]
+            homes[shard, replica] = far if placed.wanted.are_machines else homes[first[stay]]
     return homes
+
+
+def home_of(shard: int, replica: int, plan: ServerPlan) -> int:
+    """The index of the original server process in whose place a replacement is, on its host."""
+    return shard * (plan.replicas + 1) + replica % (plan.replicas + 1)
 
 
 def _parts_of_workers(job: Job) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from offbeat import limits
+from offbeat.cli.commands.run import on_or_hosts
 from offbeat.cli.display import Display, LivePanel, folded, panel, panel_width, progress_bar
 from offbeat.cli.options import CompareOptions
 from offbeat.cli.output import FailedError
@@ -29,6 +30,7 @@ def compare_strategies(options: CompareOptions, goal: dict[str, Any]) -> None:
     """Run a comparison and print it."""
     chosen: dict[str, Any] = vars(options) | goal
     chosen |= {"tune": _factors(options.tune), "budget": _seconds(options.budget)}
+    chosen["hosts"] = on_or_hosts(chosen.pop("on"), chosen["hosts"])
     form, file = chosen.pop("output"), chosen.pop("report")
     if file is not None and not file.parent.is_dir():
         raise UsageError(f"--report {file}: there is no folder {file.parent}. Make it first.")

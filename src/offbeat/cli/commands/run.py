@@ -17,10 +17,11 @@ from rich.text import Text
 from offbeat.cli.display import Display, this_command
 from offbeat.cli.options import RunOptions
 from offbeat.cli.output import FailedError, print_json
-from offbeat.errors import OffbeatError, TaskError
+from offbeat.errors import OffbeatError, TaskError, UsageError
 from offbeat.run.drive import WARM, Result, drive
 from offbeat.run.job import Job, Script, agreed_workers, earlier, finished_result, resolve, target_from_plain, target_of
-from offbeat.runtime.hosts import Hosts
+from offbeat.runtime.engines import hosts_on
+from offbeat.runtime.engines.placement import LOCAL
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.report import headline, report_lines
 from offbeat.runtime.run.settings import Goal
@@ -50,7 +51,8 @@ def run_job(options: RunOptions, goal: dict[str, Any]) -> None:
     display = Display(quiet=options.as_json)
     try:
         with Launcher(WARM) as launcher:
-            launcher.start()  # Imports torch there while it is imported here.
+            if options.on in (None, LOCAL):
+                launcher.start()  # Imports torch there while it is imported here.
             job = _job(options, Goal(**goal))
             with display:
                 result = drive(job, launcher=launcher, watcher=display)
@@ -87,10 +89,17 @@ def _job(options: RunOptions, goal: Goal) -> Job:
         what: Script | TaskReference = target_from_plain(earlier(options.resume)["what"])
     else:
         what = target_of(options.what, options.arguments)
-    hosts = None if options.hosts is None else Hosts.read(options.hosts)
+    hosts = hosts_on(on_or_hosts(options.on, options.hosts), options.workers)
     default = 1 if hosts is not None else _default_workers(goal.strategy, options.resume)
     workers = agreed_workers(hosts, options.workers, default)
-    return Job(what, goal, workers, options.threads, options.out, options.resume, options.port, hosts)
+    return Job(what, goal, workers, options.threads, options.out, options.resume, options.port, hosts, options.ship)
+
+
+def on_or_hosts(on: str | None, hosts: Path | None) -> str | Path | None:
+    """Where to run, of two options that both may name a file."""
+    if on is not None and hosts is not None:
+        raise UsageError(f"--on {on} and --hosts {hosts} both say where to run. Give one of them.")
+    return hosts if on is None else on
 
 
 def _default_workers(strategy: str | None, resume: Path | None) -> int:
@@ -115,7 +124,7 @@ def _print(result: Result, job: Job, options: RunOptions) -> None:
     _print_report(result, console)
     console.print()
     console.print("Try next:", style="dim")
-    for command in _next_steps(result, job, options.what, options.hosts):
+    for command in _next_steps(result, job, options.what, on_or_hosts(options.on, options.hosts)):
         console.print(f"  {command}", style="dim", markup=False)
 
 
@@ -143,7 +152,7 @@ def _print_finished(result: Result, job: Job) -> None:
         console.print("Its script has ended. To continue, make its loop longer, then resume it.")
 
 
-def _next_steps(result: Result, job: Job, target: str | None, hosts: Path | None) -> Iterator[str]:
+def _next_steps(result: Result, job: Job, target: str | None, hosts: str | Path | None) -> Iterator[str]:
     """Commands: other workers or another strategy, the list of strategies, and a longer run if the target was missed.
 
     `target` and `hosts` are as given on the command line.
@@ -153,7 +162,7 @@ def _next_steps(result: Result, job: Job, target: str | None, hosts: Path | None
     if result.workers == 1:
         yield _again(job, target, ["--workers", "2"])
     else:
-        where = ["--workers", str(result.workers)] if hosts is None else ["--hosts", str(hosts)]
+        where = ["--workers", str(result.workers)] if hosts is None else ["--on", str(hosts)]
         other = _another_strategy(job, result.strategy)
         if other is not None:
             yield _again(job, target, [*where, "--strategy", other])

@@ -150,20 +150,20 @@ class Agent:
 
     def _obey(self, message: say.ToAgent, data: memoryview) -> None:
         match message:
-            case say.Code():
+            case say.CodePiece():
                 self._keeping(lambda: self._unpacking.take(message.digest, bytes(data), message.last))
-            case say.Home():
+            case say.HomeFile():
                 self._keeping(lambda: self._receive(message, data))
-            case say.Ask():
+            case say.AgentQuestion():
                 missing = tuple(path for path in message.paths if not Path(path).exists())
                 self._offer(
-                    say.Answer(missing, tuple(filter(None, map(_unreachable, message.addresses))), self._problem)
+                    say.AgentAnswer(missing, tuple(filter(None, map(_unreachable, message.addresses))), self._problem)
                 )
             case say.Order():
                 self._start(message)
             case wire.Signal() | wire.Drain():
                 self._server.send(message)
-            case say.Finish():
+            case say.FinishRun():
                 self._finishing.set()
             case _:
                 assert_never(message)
@@ -174,7 +174,7 @@ class Agent:
         except (OSError, OffbeatError) as error:
             self._problem = self._problem or str(error)
 
-    def _receive(self, file: say.Home, data: memoryview) -> None:
+    def _receive(self, file: say.HomeFile, data: memoryview) -> None:
         path = self.run / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb" if file.first else "ab") as opened:
@@ -214,7 +214,7 @@ class Agent:
                     self._from_child(key.data, self._children[key.data].receive)
             if self._finishing.is_set():
                 self._look()
-                self._offer(say.Finished())
+                self._offer(say.RunFinished())
                 self.over = ""
                 self._endpoint.wake()
             elif time.monotonic() - looked > LOOK:

@@ -57,7 +57,7 @@ class CollectedFiles:
         if len(files) > MOST_FILES or self._bytes[machine] > MOST_BYTES or offset < 0:
             raise RunError(
                 f"machine {machine} sent more than {MOST_FILES:,} files or {MOST_BYTES:,} bytes of its run folder: "
-                f"that is no run's. It was not kept."
+                f"no run writes so much. It was not kept."
             )
         step = _STEP.fullmatch(name)
         with self._lock:

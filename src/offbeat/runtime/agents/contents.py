@@ -50,28 +50,28 @@ class AgentHello(msgspec.Struct, tag=True, frozen=True):
     facts: MachineFacts
 
 
-class Code(msgspec.Struct, tag=True, frozen=True):
+class CodePiece(msgspec.Struct, tag=True, frozen=True):
     """Launcher to agent: the next piece of the archive of the user's code, as bytes after this struct."""
 
     digest: str
     last: bool
 
 
-class Home(msgspec.Struct, tag=True, frozen=True):
+class HomeFile(msgspec.Struct, tag=True, frozen=True):
     """Launcher to agent: a file of the run folder that a resumed run needs; its next piece as bytes."""
 
     path: str
     first: bool
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True):
+class AgentQuestion(msgspec.Struct, tag=True, frozen=True):
     """Launcher to agent: the question which of these paths are missing, and which addresses cannot be reached."""
 
     paths: tuple[str, ...]
     addresses: tuple[str, ...] = ()
 
 
-class Answer(msgspec.Struct, tag=True, frozen=True):
+class AgentAnswer(msgspec.Struct, tag=True, frozen=True):
     """Agent to launcher: what is missing, and why each address cannot be reached."""
 
     missing: tuple[str, ...]
@@ -87,7 +87,7 @@ class Order(msgspec.Struct, tag=True, frozen=True):
     log: str
 
 
-class Finish(msgspec.Struct, tag=True, frozen=True):
+class FinishRun(msgspec.Struct, tag=True, frozen=True):
     """Launcher to agent: end what still runs, send what is left of the files, and end."""
 
 
@@ -111,13 +111,13 @@ class Trouble(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-class Finished(msgspec.Struct, tag=True, frozen=True):
+class RunFinished(msgspec.Struct, tag=True, frozen=True):
     """Agent to launcher: every file is home, nothing runs."""
 
 
-ToAgent = Code | Home | Ask | Order | wire.Signal | wire.Drain | Finish
+ToAgent = CodePiece | HomeFile | AgentQuestion | Order | wire.Signal | wire.Drain | FinishRun
 FromAgent = (
-    AgentHello | Answer | Said | Piece | Trouble | Finished
+    AgentHello | AgentAnswer | Said | Piece | Trouble | RunFinished
     | wire.ServerReady | wire.Broken | wire.Forked | wire.ForkRefused | wire.RoleEnded | wire.Drained
 )  # fmt: skip
 

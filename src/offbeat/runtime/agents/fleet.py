@@ -113,7 +113,7 @@ class AgentLink:
         self.finished = False
         self.offset = 0.0
         """Seconds that this machine's monotonic clock is ahead of the agent's."""
-        self.answer: say.Answer | None = None
+        self.answer: say.AgentAnswer | None = None
         self.trouble = ""
         self.roles: dict[int, QueueChannel[wire.FromChild]] = {}
         self.heard = 0.0
@@ -162,14 +162,14 @@ class AgentLink:
             case say.AgentHello(facts):
                 self.offset = time.monotonic() - facts.now
                 self.facts = facts
-            case say.Answer():
+            case say.AgentAnswer():
                 self.answer = message
             case say.Said(number, content):
                 if number in self.roles:
                     self.roles[number].put(self._dated(content))
             case say.Trouble(text):
                 self.trouble = self.trouble or text
-            case say.Finished():
+            case say.RunFinished():
                 self.finished = True
             case wire.Broken(text, trace):
                 self.channel.put(wire.Broken(f"on machine {self.machine}: {text}", trace))
@@ -289,8 +289,8 @@ class Fleet:
                 digest = digest_of(code)
                 for start in range(0, len(code), PIECE):
                     piece = code[start : start + PIECE]
-                    link.say(say.Code(digest, start + PIECE >= len(code)), piece)
-            link.say(say.Ask(tuple(map(link.here, paths))))
+                    link.say(say.CodePiece(digest, start + PIECE >= len(code)), piece)
+            link.say(say.AgentQuestion(tuple(map(link.here, paths))))
         self._await(lambda link: link.answer is not None, START, "did not answer")
         for name, link in self.links.items():
             answer = link.answer
@@ -306,7 +306,7 @@ class Fleet:
         name, first = str(path.relative_to(folder)), True
         with path.open("rb") as file:
             while (data := file.read(PIECE)) or first:
-                link.say(say.Home(name, first), data)
+                link.say(say.HomeFile(name, first), data)
                 first = False
 
     def expect_checkpoints(self, machines: Iterable[str]) -> None:
@@ -330,7 +330,7 @@ class Fleet:
     def finish(self) -> None:
         """Let every agent send what is left of its files and end."""
         for link in self.links.values():
-            link.say(say.Finish())
+            link.say(say.FinishRun())
             link.heard = time.monotonic()
         while any(not (link.finished or link.lost) for link in self.links.values()):
             now = time.monotonic()

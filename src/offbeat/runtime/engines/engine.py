@@ -13,7 +13,7 @@ from offbeat.runtime.agents.fleet import Fleet, StartedAgent
 from offbeat.runtime.hosts import Hosts, Placed, PlacedHost
 
 
-class Engine(Protocol):
+class MachineEngine(Protocol):
     """Starts agents on machines."""
 
     def reach(self) -> str:
@@ -37,12 +37,20 @@ class Machines:
     fleet: Fleet
 
 
-def engine_for(hosts: Hosts) -> Engine:
+def engine_for(hosts: Hosts) -> MachineEngine:
     """The engine that starts agents on hosts of this kind."""
     if hosts.kind == "ssh":
         from offbeat.runtime.engines.ssh import SshEngine
 
         return SshEngine(hosts)
+    if hosts.kind == "ray":
+        from offbeat.runtime.engines.ray import RayEngine
+
+        return RayEngine(hosts)
+    if hosts.kind == "slurm":
+        from offbeat.runtime.engines.slurm import SlurmEngine
+
+        return SlurmEngine(hosts)
     raise UsageError(f"there is no engine for hosts of kind {hosts.kind!r}.")
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from offbeat.errors import OutputError, UsageError, WaitError
+from offbeat.errors import MachineLostError, OutputError, UsageError, WaitError
 from offbeat.runtime.launch import messages as wire
 from offbeat.runtime.launch._roles import RemoteError, Role, RoleOutcome
 from offbeat.runtime.run.procfs import stat_fields
@@ -223,11 +223,40 @@ class Children:
         self._held.callback(channel.close)
         self.selector.register(channel, selectors.EVENT_READ, child)
 
-    def lose(self, link: MachineLink) -> list[Child]:
-        """Hear no more of a machine; its children that had not ended."""
+    def are_ready(self) -> bool:
+        """Whether roles can be started everywhere, or never will be somewhere."""
+        return any(link.lost for link in self._links.values()) or all(link.is_ready for link in self._links.values())
+
+    def refuse_unready(self) -> None:
+        """Raise if a machine is not ready, or lost."""
+        for link in self._links.values():
+            if link.lost:
+                raise MachineLostError(f"machine {link.machine} was lost before the run began: {link.lost}.")
+            if not link.is_ready:
+                self.give_up_here()
+                where = f" on machine {link.machine}" if link.machine else ""
+                seconds = wire.PRELOAD_DEADLINE
+                raise WaitError(f"The fork server{where} did not finish its imports within {seconds:g} s.")
+
+    def give_up_here(self) -> None:
+        """The fork server of this machine is gone, or of no use."""
+        link = self._links.get("")
+        if isinstance(link, ForkServerLink):
+            link.is_usable = False
+
+    def lose(self, link: MachineLink) -> list[RoleOutcome]:
+        """End what ran on a machine that is gone; the failures, each of which names all of it."""
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(link.channel)
-        return [child for child in self.living() if child.link is link]
+        now = time.monotonic()
+        children = [child for child in self.living() if child.link is link]
+        names = " and ".join(str(child.role) for child in children)
+        text = f"machine {link.machine} was lost, and with it {names}: {link.lost}. Resume with --resume."
+        error = RemoteError(MachineLostError.__name__, text, "", MachineLostError.__name__, at=now)
+        for child in children:
+            self.stop_hearing(child)
+            child.outcome = RoleOutcome(child.role, None, int(signal.SIGKILL), None, now)
+        return [RoleOutcome(child.role, None, int(signal.SIGKILL), error, now) for child in children]
 
     def living(self) -> list[Child]:
         """Children that have not ended."""

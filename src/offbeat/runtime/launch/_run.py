@@ -17,7 +17,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from offbeat.errors import MachineLostError, RunError, UsageError, WaitError
+from offbeat.errors import RunError, UsageError, WaitError
 from offbeat.runtime.launch import messages as wire
 from offbeat.runtime.launch._children import Child, Children, ForkServerLink, MachineLink, ServerGoneError, order_for
 from offbeat.runtime.launch._roles import SETTLE, Failures, RemoteError, Role, RoleOutcome, error_for
@@ -109,7 +109,7 @@ class LaunchedRun:
                 self._fork(roles, orders)
                 self._turn_until(self._is_decided)
             except ServerGoneError:
-                self._own_link().is_usable = False  # _end reports why.
+                self._children.give_up_here()  # _end reports why.
             except BaseException:
                 self._end()
                 raise
@@ -126,26 +126,10 @@ class LaunchedRun:
 
     # -- starting
 
-    def _own_link(self) -> ForkServerLink:
-        assert self._link is not None  # noqa: S101 (only it can be gone)
-        return self._link
-
     def _await_server(self) -> None:
-        def unready() -> list[MachineLink]:
-            return [link for link in self._links if not link.is_ready]
-
-        self._turn_until(lambda: not unready() or self._is_lost() or self._interrupts.count > 0, wire.PRELOAD_DEADLINE)
-        for link in unready() if not self._interrupts.count and not self._is_lost() else ():
-            if isinstance(link, ForkServerLink):
-                link.kill()
-            where = f" on machine {link.machine}" if link.machine else ""
-            raise WaitError(f"The fork server{where} did not finish its imports within {wire.PRELOAD_DEADLINE:g} s.")
-        if self._is_lost():
-            names = "; ".join(f"{link.machine}: {link.lost}" for link in self._links if link.lost)
-            raise MachineLostError(f"a machine was lost before the run began: {names}.")
-
-    def _is_lost(self) -> bool:
-        return any(link.lost for link in self._links)
+        self._turn_until(lambda: self._children.are_ready() or self._interrupts.count > 0, wire.PRELOAD_DEADLINE)
+        if not self._interrupts.count:
+            self._children.refuse_unready()
 
     def _fork(self, roles: Sequence[Role], orders: Sequence[wire.Fork]) -> None:
         for role, order in zip(roles, orders, strict=True):
@@ -238,22 +222,12 @@ class LaunchedRun:
 
     def _lose(self, link: MachineLink) -> None:
         """A machine is gone: one event, which ends all that ran there."""
-        now = time.monotonic()
-        children = self._children.lose(link)
-        names = " and ".join(str(child.role) for child in children)
-        text = f"machine {link.machine} was lost, and with it {names}: {link.lost}. Resume with --resume, on others."
-        error = RemoteError(MachineLostError.__name__, text, "", MachineLostError.__name__, at=now)
-        for child in children:
-            self._children.stop_hearing(child)
-            child.outcome = RoleOutcome(child.role, None, int(signal.SIGKILL), None, now)
-        for child in children:
-            if child.outcome is not None:
-                failure = replace(child.outcome, error=error)
-                if child.role.tolerates(None):
-                    self._failures.tolerated.append(failure)
-                elif self._ending_since is None:
-                    self._failures.add(failure)
-                self._call(self._on_end, child.outcome)
+        for failure in self._children.lose(link):
+            if failure.role.tolerates(None):
+                self._failures.tolerated.append(failure)
+            elif self._ending_since is None:
+                self._failures.add(failure)
+            self._call(self._on_end, replace(failure, error=None))
 
     def _heed(self, message: wire.FromServer, link: MachineLink) -> None:
         match message:
