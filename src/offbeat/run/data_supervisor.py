@@ -63,6 +63,7 @@ class DataServing:
                 serves=True,
                 expendable=True,
                 network=None if home is None or self._placed is None else self._placed.hosts[home].network,
+                machine="" if home is None or self._placed is None else self._placed.hosts[home].machine,
                 name=name,
             )
             for number, (name, home) in enumerate(zip(plan.names, homes, strict=True))
@@ -118,8 +119,10 @@ def data_serving(job: Job, placed: Placed | None = None) -> Generator[DataServin
         pair = None
         if placed is not None:
             for number, home in enumerate(_homes(placed, count)):
-                address = placed.hosts[home].address
-                addresses[data_server_name(number)] = f"tcp://{address}:{FIRST_PORT + number}"
+                host = placed.hosts[home]
+                # Of a machine's free ports the last, since parameter servers take the first.
+                port = host.free_ports[-1 - number] if number < len(host.free_ports) // 2 else FIRST_PORT + number
+                addresses[data_server_name(number)] = f"tcp://{host.address}:{port}"
             keys = Keys.generate()
             pair = keys.public, keys.secret
         yield DataServing(job, DataServerPlan(count=count, folder=str(sockets), addresses=addresses, pair=pair), placed)

@@ -217,7 +217,7 @@ def _launch(
             event_links(job, folder, there) as links,
             serving(job, folder, there) as servers,
             data_serving(job, there) as data,
-            settled(fleet, job, folder, servers) as machines,
+            settled(fleet, job, folder, servers, data) as machines,
         ):
             collected.data = data
             if job.goal.watch:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from offbeat.errors import UsageError
+from offbeat.run.data_supervisor import DataServing
 from offbeat.run.job import Job, Script
 from offbeat.run.server_supervisor import Serving
 from offbeat.runtime.agents.code import packed
@@ -35,15 +36,18 @@ def check_for_machines(job: Job) -> None:
 
 
 @contextmanager
-def settled(fleet: Fleet | None, job: Job, folder: RunFolder, servers: Serving) -> Generator[Sequence[AgentLink]]:
+def settled(
+    fleet: Fleet | None, job: Job, folder: RunFolder, servers: Serving, data: DataServing
+) -> Generator[Sequence[AgentLink]]:
     """The links to the agents, with everything there that the run needs; in the end all of its files are here."""
     if fleet is None:
         yield ()
         return
     home = str(folder.path.resolve())
     moved = {home: "folder"}
-    if servers.plan is not None:
-        moved[servers.plan.folder] = "sockets"
+    for plan in (servers.plan, data.plan):
+        if plan is not None:
+            moved[plan.folder] = "sockets"
     code = None
     if job.ship is not None:
         code = packed(job.ship)

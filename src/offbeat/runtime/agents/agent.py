@@ -159,7 +159,7 @@ class Agent:
                 self._offer(
                     say.AgentAnswer(missing, tuple(filter(None, map(_unreachable, message.addresses))), self._problem)
                 )
-            case say.Order():
+            case say.RoleOrder():
                 self._start(message)
             case wire.Signal() | wire.Drain():
                 self._server.send(message)
@@ -181,7 +181,7 @@ class Agent:
             opened.write(data)
         self._mirror.known(file.path)
 
-    def _start(self, order: say.Order) -> None:
+    def _start(self, order: say.RoleOrder) -> None:
         fork = order.fork
         here = fork.directory if fork.directory and Path(fork.directory).is_dir() else str(self._root)
         path = [*(entry for entry in fork.path if Path(entry).exists()), *(e for e in sys.path if e)]

@@ -80,7 +80,7 @@ class AgentAnswer(msgspec.Struct, tag=True, frozen=True):
     """Why something that was sent before could not be kept."""
 
 
-class Order(msgspec.Struct, tag=True, frozen=True):
+class RoleOrder(msgspec.Struct, tag=True, frozen=True):
     """Launcher to agent: start a role with this log, a path in the run folder."""
 
     fork: wire.Fork
@@ -115,7 +115,7 @@ class RunFinished(msgspec.Struct, tag=True, frozen=True):
     """Agent to launcher: every file is home, nothing runs."""
 
 
-ToAgent = CodePiece | HomeFile | AgentQuestion | Order | wire.Signal | wire.Drain | FinishRun
+ToAgent = CodePiece | HomeFile | AgentQuestion | RoleOrder | wire.Signal | wire.Drain | FinishRun
 FromAgent = (
     AgentHello | AgentAnswer | Said | Piece | Trouble | RunFinished
     | wire.ServerReady | wire.Broken | wire.Forked | wire.ForkRefused | wire.RoleEnded | wire.Drained

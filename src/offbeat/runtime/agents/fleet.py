@@ -142,7 +142,7 @@ class AgentLink:
             path=[self.here(order.directory), *map(self.here, _own_paths(order.path))],
             network=None,
         )
-        self.say(say.Order(order, f"logs/{role.log.name}"))
+        self.say(say.RoleOrder(order, f"logs/{role.log.name}"))
         return channel
 
     def here(self, value: Any) -> Any:
