@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,14 +23,19 @@ class At(Watcher):
             self.act()
 
 
+MARK = f"OFFBEAT_TESTED_BY={os.getpid()}"
+"""What the environment of every process has that this test process has started, through whatever engine."""
+os.environ.update([MARK.split("=")])
+
+
 def agents() -> list[int]:
-    """Processes of agents on this machine, and of their fork servers and roles."""
-    marks = (b"offbeat.runtime.agents.agent",)
-    listed = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+    """Processes of agents that this test process has started."""
+    listed: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if any(mark in entry.read_bytes() for mark in marks):
-                listed.append(int(entry.parent.name))
+            command, variables = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes()
         except OSError:
             continue
+        if b"offbeat.runtime.agents.agent" in command and MARK.encode() in variables.split(b"\0"):
+            listed.append(int(entry.name))
     return listed

@@ -21,6 +21,7 @@ from offbeat.cli.commands.watch import LivePage
 from offbeat.errors import OffbeatError
 from offbeat.monitor import Verdict
 from offbeat.run.job import Job, Script
+from offbeat.run.machines import placement
 from offbeat.runtime.launch import LogFollower, Role
 from offbeat.runtime.run.folder import RunFolder
 from offbeat.runtime.run.report import kinds_in_words, pushes_in_words, shares, staleness_in_words, updates_in_words
@@ -110,6 +111,8 @@ class Display(LivePanel):
         resumed = ", resumed" if job.resume else ""
         where = escape(f"on {workers}{how}{resumed} (logs in {folder.path / 'logs'})")
         self._console.print(f"[bold]{escape(str(job.what))}[/bold] {where}", soft_wrap=True)
+        for line in placement(job) if job.hosts is not None else ():
+            self._print(f"  {line}")
         if job.goal.watch:
             self._page = LivePage(folder.path)
             self._print(self._page.words)

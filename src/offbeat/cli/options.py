@@ -76,6 +76,16 @@ class RunOptions(Printed):
     on: str | None = option(None, _ON, metavar="ENGINE")
     hosts: Path | None = option(None, _HOSTS, metavar="FILE")
     ship: Path | None = option(None, _SHIP, metavar="FOLDER")
+    sbatch: str = option(
+        "",
+        "With --on slurm outside an allocation: options of the job, e.g. `--nodes=2 --time=1:00:00`.",
+        metavar="OPTIONS",
+    )
+    dry_run: bool = option(
+        False,
+        "Print where each process would be, or the script that Slurm would get, and start nothing.",
+        command_line_only=True,
+    )
     threads: int | None = option(None, _THREADS)
     out: Path = option(Path("runs"), "Directory for run folders.", "-o", metavar="FOLDER")
     resume: Path | None = option(None, "Resume the run in this folder.", command_line_only=True)

@@ -7,13 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from offbeat.errors import UsageError
+from offbeat.protocols.data_servers.messages import data_server_name
+from offbeat.protocols.servers.messages import server_name
 from offbeat.run.data_supervisor import DataServing
 from offbeat.run.job import Job, Script
-from offbeat.run.server_supervisor import Serving
+from offbeat.run.server_supervisor import Serving, first_homes, servers_of
 from offbeat.runtime.agents.code import packed
 from offbeat.runtime.agents.fleet import AgentLink, Fleet
 from offbeat.runtime.run.folder import RunFolder
 from offbeat.strategies import combined, parse
+from offbeat.strategies.splitting.layouts import place_in_words
 
 
 def check_for_machines(job: Job) -> None:
@@ -31,8 +34,35 @@ def check_for_machines(job: Job) -> None:
             f"--checkpoint-every {goal.checkpoint_every} under {goal.strategy} takes snapshots, whose parts are "
             f"written to one folder, which machines do not share. Omit it: checkpoints at evaluations work."
         )
+    needs, hosts = servers_of(job), job.hosts
+    if needs is not None and hosts is not None and needs[1] >= (most := len(set(hosts.of_servers(10_000)))):
+        raise UsageError(
+            f"{goal.strategy} keeps {needs[1] + 1} copies of each shard, which must be on different machines, or one "
+            f"that is lost takes all of them; there are {most} for servers. Add machines, or ask for fewer replicas."
+        )
     if job.ship is not None and not job.ship.is_dir():
         raise UsageError(f"--ship {job.ship} is not a folder. Give the folder of your code, such as `.`.")
+
+
+def placement(job: Job) -> list[str]:
+    """Where every process of a run is, a line for each host; the copies of a shard are on different machines."""
+    if job.hosts is None:
+        return [f"this machine: {job.workers} workers"]
+    needs, hosts = servers_of(job), job.hosts
+    strategy, running = job.goal.strategy or "single", [list[str]() for _ in hosts.hosts]
+    for rank, number in enumerate(hosts.of_workers()):
+        part = place_in_words(strategy, rank, job.goal.placement, job.host_of_workers)
+        running[number].append(f"worker {rank}" + (f" ({part})" if part else ""))
+    if needs is not None and needs[0]:
+        for (shard, replica), number in first_homes(hosts, needs[0], needs[1]).items():
+            running[number].append(server_name(shard, replica))
+    for number, home in enumerate(hosts.of_servers(job.goal.data_servers)):
+        running[home].append(data_server_name(number))
+    addresses = [f" ({host.address})" if host.kind == "ssh" else "" for host in hosts.hosts]
+    return [
+        f"{host.name}{address}: {', '.join(processes) or 'nothing'}"
+        for host, address, processes in zip(hosts.hosts, addresses, running, strict=True)
+    ]
 
 
 @contextmanager

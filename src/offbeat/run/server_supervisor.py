@@ -15,7 +15,7 @@ from offbeat.protocols.disturbances import DATA_SERVER
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.protocols.servers.messages import place_of, server_name, worker_name
 from offbeat.run.job import Job, identity_of
-from offbeat.runtime.hosts import Placed, PlacedHost
+from offbeat.runtime.hosts import Hosts, Placed, PlacedHost
 from offbeat.runtime.launch import Role, RoleOutcome, obituary
 from offbeat.runtime.run.folder import RunFolder
 from offbeat.strategies import combined, parse
@@ -318,7 +318,7 @@ def _replicas(plan: ServerPlan) -> list[tuple[int, int]]:
 def homes_of(plan: ServerPlan, placed: Placed) -> dict[tuple[int, int], int]:
     """The number of the host of every server process, by shard and replica; also of ones that may replace others."""
     first = _replicas(plan)
-    homes = dict(zip(first, placed.wanted.of_servers(len(first)), strict=True))
+    homes = first_homes(placed.wanted, plan.shards, plan.replicas)
     if not plan.replicas:
         return homes
     turns = sorted(set(homes.values()))
@@ -330,6 +330,17 @@ def homes_of(plan: ServerPlan, placed: Placed) -> dict[tuple[int, int], int]:
             far = turns[(begin + replica) % len(turns)]
             homes[shard, replica] = far if placed.wanted.are_machines else homes[first[stay]]
     return homes
+
+
+def first_homes(hosts: Hosts, shards: int, replicas: int) -> dict[tuple[int, int], int]:
+    """The number of the host of each server process that is started first, by shard and replica."""
+    places = [(shard, replica) for shard in range(shards) for replica in range(replicas + 1)]
+    if not hosts.are_machines:
+        return dict(zip(places, hosts.of_servers(len(places)), strict=True))
+    # Shards take turns, so that no machine has all primaries; the copies of a shard are on the machines after its own.
+    own = hosts.of_servers(shards)
+    turns = sorted(set(hosts.of_servers(10_000)))
+    return {(shard, replica): turns[(turns.index(own[shard]) + replica) % len(turns)] for shard, replica in places}
 
 
 def home_of(shard: int, replica: int, plan: ServerPlan) -> int:

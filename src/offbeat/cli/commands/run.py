@@ -20,8 +20,10 @@ from offbeat.cli.output import FailedError, print_json
 from offbeat.errors import OffbeatError, TaskError, UsageError
 from offbeat.run.drive import WARM, Result, drive
 from offbeat.run.job import Job, Script, agreed_workers, earlier, finished_result, resolve, target_from_plain, target_of
+from offbeat.run.machines import placement
 from offbeat.runtime.engines import hosts_on
 from offbeat.runtime.engines.placement import LOCAL
+from offbeat.runtime.engines.slurm import batch_script, inside_allocation, submit
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.report import headline, report_lines
 from offbeat.runtime.run.settings import Goal
@@ -46,6 +48,12 @@ _REPEATED = (
 
 def run_job(options: RunOptions, goal: dict[str, Any]) -> None:
     """Run the job and print its result."""
+    if options.on == "slurm" and not inside_allocation():
+        _submit(options)
+        return
+    if options.dry_run:
+        print("\n".join(placement(resolve(_job(options, Goal(**goal))))))
+        return
     if options.resume is not None and _print_if_finished(_job(options, Goal(**goal)), options.as_json):
         return
     display = Display(quiet=options.as_json)
@@ -67,6 +75,21 @@ def run_job(options: RunOptions, goal: dict[str, Any]) -> None:
         print_json(result.plain())
     else:
         _print(result, job, options)
+
+
+def _submit(options: RunOptions) -> None:
+    """Submit this very command as a job of Slurm's, or print the script of the job."""
+    words, own = list(sys.argv[1:]), [sys.executable, "-m", "offbeat"]
+    end = words.index("--") if "--" in words else len(words)
+    kept = [word for word in words[:end] if word != "--dry-run" and not word.startswith("--sbatch=")]
+    if "--sbatch" in kept:
+        del kept[kept.index("--sbatch") : kept.index("--sbatch") + 2]
+    script = batch_script([*own, *kept, *words[end:]], options.workers, options.sbatch)
+    if options.dry_run:
+        print(script, end="")
+        return
+    number = submit(script)
+    print(f"Slurm has the run as job {number}. What it prints is in offbeat-{number}.out; `scancel {number}` ends it.")
 
 
 def _print_if_finished(job: Job, as_json: bool) -> bool:
