@@ -38,12 +38,13 @@ RUN_OPTIONS = {
     "--backend", "--threads", "--hosts",
     "--parts", "--out", "-o", "--resume", "--checkpoint-every", "--timeout", "--port", "--tensorboard", "--disturb",
     "--replace", "--monitor", "--rate-factor", "--placement", "--data-servers",
+    "--on", "--ship", "--sbatch", "--dry-run",
     "--format",
 }  # fmt: skip
 COMPARE_OPTIONS = {
     "--strategy", "-s", "--workers", "-w", "--hosts", "--target", "-t", "--seeds", "--seed", "--tune", "--single",
     "--budget", "--epochs", "--steps", "--disturb", "--parts", "--device", "--threads", "--timeout", "--out", "-o",
-    "--resume", "--format", "--report", "--data-servers",
+    "--resume", "--format", "--report", "--data-servers", "--on",
 }  # fmt: skip
 EXPLAIN_OPTIONS = {
     "--picture",
