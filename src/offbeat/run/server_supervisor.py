@@ -91,7 +91,9 @@ class Serving:
             return []
         exchange = combined(parse(job.goal.strategy or "")).exchange
         if isinstance(exchange, Sandblaster):
-            return vector_roles(exchange.plan(plan), job, folder, [self._home(*place) for place in self._replicas.values()])
+            return vector_roles(
+                exchange.plan(plan), job, folder, [self._home(*place) for place in self._replicas.values()]
+            )
 
         def role(rank: int, home: PlacedHost | None) -> Role:
             shard, replica = self._replicas[rank]

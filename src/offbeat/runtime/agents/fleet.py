@@ -110,6 +110,8 @@ class AgentLink:
         self.is_usable = True
         self.lost = ""
         """Why it is lost, if it is."""
+        self.gone = ""
+        """How the engine says that it has ended."""
         self.finished = False
         self.offset = 0.0
         """Seconds that this machine's monotonic clock is ahead of the agent's."""
@@ -247,6 +249,9 @@ class Fleet:
         self._by_peer = {link.peer: link for link in self.links.values()}
         self._thread = threading.Thread(target=self._hear, name="offbeat-agents", daemon=True)
         self._thread.start()
+        # Apart, because an engine may take seconds to answer, in which agents would take the launcher for lost.
+        self._watch = threading.Thread(target=self._watch_engine, name="offbeat-engine", daemon=True)
+        self._watch.start()
 
     @property
     def strangers(self) -> int:
@@ -344,6 +349,7 @@ class Fleet:
         self._closing = True
         self._endpoint.wake()
         self._thread.join()
+        self._watch.join(FAREWELL)
         self._close()
 
     def _close(self) -> None:
@@ -368,10 +374,19 @@ class Fleet:
             for link in self.links.values():
                 self._lose(link, f"the launcher could not go on hearing it: {error}")
 
+    def _watch_engine(self) -> None:
+        """Ask the engine which agents have ended, until the run is over."""
+        while not self._closing:
+            for link in self.links.values():
+                if not (link.lost or link.finished or link.gone) and (how := link.agent.ended()) is not None:
+                    link.gone = how
+                    self._endpoint.wake()
+            time.sleep(TURN)
+
     def _look_after_agents(self) -> None:
         for link in self.links.values():
-            if not link.lost and not link.finished and (how := link.agent.ended()) is not None:
-                self._lose(link, how)
+            if link.gone and not link.lost and not link.finished:
+                self._lose(link, link.gone)
 
     def _lose(self, link: AgentLink, why: str) -> None:
         self.lost.setdefault(link.machine, why)
