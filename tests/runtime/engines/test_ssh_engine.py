@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,9 +67,10 @@ def test_a_machine_that_dies_ends_the_run_and_is_named(machines: SshMachines, tm
     def kill_agent() -> None:
         network = machines.placed.hosts[1].network
         for pid in machines.agents():
-            space = Path(f"/proc/{pid}/ns/net").stat().st_ino
-            if b"offbeat.runtime.agents.agent" in command_of(pid) and space == Path(str(network)).stat().st_ino:
-                os.kill(pid, signal.SIGKILL)
+            with suppress(OSError):  # One of this moment may be gone in the next.
+                space = Path(f"/proc/{pid}/ns/net").stat().st_ino
+                if b"offbeat.runtime.agents.agent" in command_of(pid) and space == Path(str(network)).stat().st_ino:
+                    os.kill(pid, signal.SIGKILL)
 
     with machines.placed.inside(), pytest.raises(MachineLostError, match="machine b was lost, and with it worker 1"):
         offbeat.fit(
