@@ -28,7 +28,7 @@ from offbeat.protocols.machine import Done, Payload
 from offbeat.runtime.agents import contents as say
 from offbeat.runtime.agents.code import Unpacking
 from offbeat.runtime.agents.facts import available_memory, cores, free_ports, interface_of, own_address, versions
-from offbeat.runtime.agents.mirror import Mirror
+from offbeat.runtime.agents.mirror import FolderMirror
 from offbeat.runtime.launch import ForkServerLink, ServerGoneError
 from offbeat.runtime.launch import messages as wire
 from offbeat.runtime.messages import Codec, Driver, Endpoint, Inbox, Keys, named
@@ -73,7 +73,7 @@ class Agent:
         self._inbox = Inbox(self._endpoint)
         self._machine = LinksMachine(self._endpoint.name, [LAUNCHER], settings.timing)
         self._driver = Driver(self._machine, self._endpoint, self._work, self._inbox)
-        self._mirror = Mirror(self.run)
+        self._mirror = FolderMirror(self.run)
         self._unpacking = Unpacking(self._code)
         self._problem = ""
         self._children: dict[int, wire.Channel[wire.FromChild]] = {}

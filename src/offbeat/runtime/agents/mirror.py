@@ -10,7 +10,7 @@ PIECE = 1024 * 1024
 """Bytes of a file in one piece."""
 
 
-class Mirror:
+class FolderMirror:
     """Follows the files of a folder: what is appended, and files that are new or have been replaced."""
 
     def __init__(self, folder: Path) -> None:
