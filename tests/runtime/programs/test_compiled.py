@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -117,6 +118,25 @@ def test_every_operation_computes_what_torch_does(body: str, expected: Callable[
     right = expected(w.clone(), g)
     compiled(Program.parse(rf"\w g. {body}")).run([w, g], {})
     assert torch.allclose(w, right, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_choice_takes_the_chosen_number_bit_for_bit_whatever_the_other_is(dtype: torch.dtype) -> None:
+    special = [0.0, -0.0, 1e-45, -1.0, math.inf, -math.inf, math.nan, 3e38]
+    grid = torch.cartesian_prod(torch.tensor([0.0, -0.0, 1.0, -2.0, math.nan]), *[torch.tensor(special)] * 2).to(dtype)
+    condition, yes, no = (column.contiguous() for column in grid.T)
+    for out in (torch.empty_like(yes), yes.clone(), no.clone(), condition.clone()):
+        compiling.OPERATIONS["where"]([condition, yes, no], [], out)
+        right = torch.where(condition != 0, yes, no)
+        assert torch.equal(out.isnan(), right.isnan())
+        assert torch.equal(out.nan_to_num(7.0), right.nan_to_num(7.0))
+        assert torch.equal(out.signbit() & ~out.isnan(), right.signbit() & ~right.isnan())
+    for place, shared in enumerate((condition, yes, no)):  # The result may take the place of any argument.
+        arguments = [condition, yes, no]
+        arguments[place] = out = shared.clone()
+        right = torch.where(arguments[0] != 0, arguments[1], arguments[2])
+        compiling.OPERATIONS["where"](arguments, [], out)
+        assert torch.equal(out.nan_to_num(7.0), right.nan_to_num(7.0))
 
 
 def test_results_may_be_other_vectors_without_reading_what_was_replaced() -> None:
