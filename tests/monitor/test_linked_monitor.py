@@ -12,7 +12,7 @@ from sick_scripts.cases import SICK, script_of
 import offbeat
 from offbeat.monitor import EXIT_CODES, recorded
 from offbeat.run.drive import Watcher
-from offbeat.runtime.events.collection import machines_of
+from offbeat.runtime.events.machines import machines_of
 from offbeat.runtime.events.recorder import Mark
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.launch import Launcher

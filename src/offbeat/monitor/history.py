@@ -21,6 +21,7 @@ from offbeat.monitor.cpu_wait import Queues, read_queues
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.causality.cuts import Cut
 from offbeat.protocols.causality.histories import Call, Computation, Event, EventKind, computation
+from offbeat.runtime.events.machines import MachineRecord, machines_of
 from offbeat.runtime.events.recorder import FOLDER, KINDS, OTHER, WAITING, About, Mark, Reader, Stamp, events_file
 from offbeat.runtime.events.servers import GROUP as SERVERS
 from offbeat.runtime.events.servers import PULL, PUSH
@@ -40,6 +41,7 @@ class RecordedRun(Struct, frozen=True):
     dropped: int  # Number of older events that were overwritten.
     servers: ServerStamps = {}
     queues: Queues = {}  # How long each worker had waited for a core, as far as recorded.
+    machines: tuple[MachineRecord, ...] = ()  # The machines whose events came over links.
 
 
 def has_events(folder: Path) -> bool:
@@ -63,12 +65,15 @@ def recorded(folder: Path) -> RecordedRun:
     servers = {file: Reader(file, kept=True) for file in sorted((folder / FOLDER).glob("server-*.events"))}
     server_stamps = {file.stem.replace("-", " "): reader.new() for file, reader in servers.items()}
     dropped = sum(reader.dropped for reader in (*workers.values(), *servers.values()))
-    return RecordedRun(dict(sorted(stamps.items())), dropped, server_stamps, read_queues(folder))
+    from offbeat.monitor.intake.clocks import aligned  # It joins histories, as this module does.
+
+    own, of_servers, machines = aligned(dict(sorted(stamps.items())), server_stamps, machines_of(folder))
+    return RecordedRun(own, dropped, of_servers, read_queues(folder), tuple(machines))
 
 
-def history_of(stamps: Stamps, servers: ServerStamps | None = None) -> Computation:
-    """The run as a computation of its workers, then its servers."""
-    processes = _events(stamps, servers or {})
+def history_of(stamps: Stamps, servers: ServerStamps | None = None, tolerance: float = 0.0) -> Computation:
+    """The run as a computation of its workers, then its servers; clocks may be that many seconds apart."""
+    processes = _events(stamps, servers or {}, tolerance)
     return computation({name: [event for _, events in own for event in events] for name, own in processes.items()})
 
 
@@ -101,10 +106,12 @@ def trace_of(stamps: Stamps, servers: ServerStamps | None = None) -> FullHistory
     return FullHistory(computation(histories), tuple(origins), tuple(counts))
 
 
-def _events(stamps: Stamps, servers: ServerStamps) -> dict[str, list[tuple[Stamp, list[Event]]]]:
+def _events(
+    stamps: Stamps, servers: ServerStamps, tolerance: float = 0.0
+) -> dict[str, list[tuple[Stamp, list[Event]]]]:
     """Of each process, its records and the events that each stands for: none, one, or a push and its entry."""
     sent = _sent(stamps, servers)
-    workers = {worker_name(rank): list(_WorkerEvents(rank, sent).all(own)) for rank, own in stamps.items()}
+    workers = {worker_name(rank): list(_WorkerEvents(rank, sent, tolerance).all(own)) for rank, own in stamps.items()}
     return workers | {name: [(stamp, list(_of_server(stamp, sent))) for stamp in own] for name, own in servers.items()}
 
 
@@ -155,8 +162,8 @@ def _of_server(stamp: Stamp, sent: Mapping[Hashable, Stamp]) -> Iterator[Event]:
 class _WorkerEvents:
     """Makes the events of one worker, and accounts for its time between them."""
 
-    def __init__(self, rank: int, sent: Mapping[Hashable, Stamp]) -> None:
-        self._rank, self._sent = rank, sent
+    def __init__(self, rank: int, sent: Mapping[Hashable, Stamp], tolerance: float = 0.0) -> None:
+        self._rank, self._sent, self._tolerance = rank, sent, tolerance
         self._kind = KINDS[0]
         self._spent = defaultdict[str, float](float)
         self._received = defaultdict[Hashable, int](int)
@@ -216,7 +223,7 @@ class _WorkerEvents:
         number = stamp.sequence if stamp.mark is Mark.RECEIVED else self._received[channel]
         # The n-th message sent is the n-th received; if earlier events were overwritten, its own number is as good.
         key = (*channel, number)
-        if key in self._sent and self._sent[key].time <= stamp.time:
+        if key in self._sent and self._sent[key].time <= stamp.time + self._tolerance:
             spent = self._time_spent()
             # A stage of a pipeline knows how much of it was a wait; of anything else it is not known.
             spent = spent if KINDS[WAITING] in spent else {}

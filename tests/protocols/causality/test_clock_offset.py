@@ -57,7 +57,8 @@ def test_messages_that_contradict_each_other_are_made_sense_of_with_an_error() -
 def test_clocks_without_messages_in_both_directions_have_no_known_offset() -> None:
     assert offsets(3, [Transfer(0, 1, 0.0, 5.0)])[1:] == [ClockOffset(5.0), ClockOffset()]
     assert str(ClockOffset()) == "unknown"
-    assert str(ClockOffset(0.0123, 0.0002)) == "+12.3 ms ± 0.2"
+    assert str(ClockOffset(0.0123, 0.0002)) == "+12.3 ms ± 0.2 ms"
+    assert str(ClockOffset(-1234.5, 0.0002)) == "-1,234.500 s ± 0.2 ms"
     with pytest.raises(UsageError, match="0 clocks"):
         offsets(0, [])
 

@@ -196,7 +196,7 @@ def explain_run(path: Path, as_json: bool, actions: ActionOptions | None = None)
         print_json(_plain(folder, record, findings, events) | known | done.plain)
     else:
         _print(findings, events)
-        for line in lines:
+        for line in (*lines, *(f"Machine {machine}." for machine in events.machines)):
             print_plain(line)
         for line in done.lines:
             typer.echo(line)
@@ -217,7 +217,7 @@ def _print_without_events(
 
 def scene_of(folder: RunFolder, events: RecordedRun) -> Scene:
     """The events of a run, to be drawn."""
-    return Scene.of(events.stamps, folder.path.name, events.dropped, events.servers)
+    return Scene.of(events.stamps, folder.path.name, events.dropped, events.servers, events.machines)
 
 
 def _explain_log(path: Path, actions: ActionOptions, as_json: bool) -> None:
@@ -327,6 +327,7 @@ def _plain(folder: RunFolder, record: dict[str, Any], findings: _Findings, event
         "staleness": {
             entry.worker: {str(steps): count for steps, count in entry.reads.items()} for entry in findings.staleness
         },
+        "machines": to_builtins(events.machines),
         "held_up": to_builtins(findings.held),
         "unfit": to_builtins(findings.unfit),
         "events": {f"worker {rank}": len(stamps) for rank, stamps in events.stamps.items()}

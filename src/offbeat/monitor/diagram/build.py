@@ -19,9 +19,11 @@ from offbeat.monitor.diagram.intervals import INTERVAL, KINDS, NO_CALL, CallGrou
 from offbeat.monitor.diagram.model import LOGICAL, MANY, SECONDS, Arrow, Band, Diagram, Moment, Span, Stay
 from offbeat.monitor.diagram.waits import Floats, Lane, Names, Table, joined, lane_of, stays_of
 from offbeat.monitor.history import STEPS, history_of
+from offbeat.monitor.intake.clocks import lane_notes
 from offbeat.monitor.verdicts import worker_name
 from offbeat.protocols.causality.cuts import Cut
 from offbeat.protocols.causality.histories import Computation, Edge, Event, EventKind, EventPosition
+from offbeat.runtime.events.machines import MachineRecord
 from offbeat.runtime.events.recorder import Stamp
 
 SHAPES: Final = 2000  # Approximate number of shapes of each sort in a diagram before they are merged.
@@ -44,9 +46,10 @@ class Scene:
         *,
         stamps: Mapping[int, Sequence[Stamp]] | None = None,
         notes: Iterable[str] = (),
+        machines: Sequence[str] = (),
     ) -> None:
         """Index a run; `stamps` are the workers' own records, where they say more than `run`."""
-        self.run, self.title, self.notes = run, title, tuple(notes)
+        self.run, self.title, self.notes, self.machines = run, title, tuple(notes), tuple(machines)
         times = [event.time for history in run.histories for event in history]
         self.axis = SECONDS if any(times) else LOGICAL
         self.start = 0.0 if self.axis == SECONDS else 1.0
@@ -73,10 +76,12 @@ class Scene:
         title: str = "",
         dropped: int = 0,
         servers: Mapping[str, Sequence[Stamp]] | None = None,
+        machines: Sequence[MachineRecord] = (),
     ) -> Scene:
-        """From the records of a run's workers and servers."""
+        """From the records of a run's workers and servers, and the machines that they were on."""
         notes = [f"{dropped:,} older events were overwritten."] if dropped else []
-        return cls(history_of(stamps, servers), title, stamps=stamps, notes=notes)
+        run = history_of(stamps, servers)
+        return cls(run, title, stamps=stamps, notes=notes, machines=lane_notes(run.processes, machines))
 
     def diagram(
         self, window: tuple[float, float] | None = None, cuts: Mapping[str, Cut] | None = None, shapes: int = SHAPES
@@ -99,6 +104,7 @@ class Scene:
             cuts=tuple(line_of(self.run, self.times, name, cut) for name, cut in (cuts or {}).items()),
             events=sum(int(((times >= start) & (times <= stop)).sum()) for times in self.times),
             origin=self.origin,
+            machines=self.machines,
             notes=(*self.notes, *view.notes()),
         )
 

@@ -43,7 +43,9 @@ class _Layout:
         self._logical = diagram.axis == LOGICAL
         pitch = min(84.0, max(24.0, 560.0 / max(1, len(diagram.names))))
         self._bar = (0.16 if self._logical else 0.44) * pitch
-        left = _EDGE + 10 + max((text_width(name, "name") for name in diagram.names), default=0.0)
+        words = [text_width(name, "name") for name in diagram.names]
+        words += [text_width(machine, "words") for machine in diagram.machines]
+        left = _EDGE + 10 + max(words, default=0.0)
         pad = 0.02 * (diagram.stop - diagram.start) if self._logical else 0.0
         time = PixelScale(diagram.start - pad, diagram.stop + pad, left, width - _EDGE)
         self.plot = Plot(time, _HEAD + 18.0 * len(diagram.cuts), pitch, max(1, len(diagram.names)))
@@ -60,6 +62,7 @@ class _Layout:
         """Everything that is not clipped to the plot."""
         yield from self._heading()
         yield from self.plot.names(self._diagram.names)
+        yield from self._machines()
         small = not self._logical and self._diagram.stop - self._diagram.start < 0.5
         for time in self._ticks:
             words = f"{time * 1000:.6g} ms" if small else f"{time:.6g}{'' if self._logical else ' s'}"
@@ -68,6 +71,14 @@ class _Layout:
         room = int((self.plot.right - _EDGE) / text_width("x", "words"))
         for number, note in enumerate(self._diagram.notes):
             yield TextShape(_EDGE, self.plot.bottom + 40 + 16 * number, _cropped(note, room), "words")
+
+    def _machines(self) -> Iterator[Drawn]:
+        """The machine of each lane under its name, and a line where another one begins."""
+        for lane, machine in enumerate(self._diagram.machines):
+            yield TextShape(self.plot.left - 10, self._y(lane) + 17, machine, "words", "end")
+            if lane and machine != self._diagram.machines[lane - 1]:
+                y = (self._y(lane - 1) + self._y(lane)) / 2
+                yield Polyline(((_EDGE, y), (self.plot.right, y)), "rail", False)
 
     def _heading(self) -> Iterator[Drawn]:
         diagram = self._diagram

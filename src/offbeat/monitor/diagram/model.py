@@ -95,4 +95,5 @@ class Diagram(Struct, frozen=True):
     cuts: tuple[CutLine, ...] = ()
     events: int = 0  # Number of events in the window.
     origin: float = 0.0  # Time on the events' own clock at which this axis is 0.
+    machines: tuple[str, ...] = ()  # Of each lane its machine and that clock's offset; empty if all are on one.
     notes: tuple[str, ...] = ()  # What the picture omits or merges, to be shown with it.

@@ -35,7 +35,8 @@ class ClockOffset(Struct, frozen=True):
     def __str__(self) -> str:
         if self.error == _INFINITY:
             return "unknown"
-        return f"{1e3 * self.seconds:+.3g} ms ± {1e3 * self.error:.2g}"
+        value = f"{self.seconds:+,.3f} s" if abs(self.seconds) >= 1 else f"{1e3 * self.seconds:+.3g} ms"
+        return f"{value} ± {1e3 * self.error:.2g} ms"
 
 
 class OffsetEstimate:

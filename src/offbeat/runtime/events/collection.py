@@ -11,39 +11,20 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import structs
 
-from offbeat.errors import UsageError
-from offbeat.protocols.causality.clock_offset import ClockOffset
 from offbeat.protocols.causality.forwarder import HOME, Collector, LinkState, StackReply, StackRequest, WriteRecords
 from offbeat.protocols.machine import Done, Name
 from offbeat.runtime.events.forward import link_codec
+from offbeat.runtime.events.machines import FILE, MachineRecord
 from offbeat.runtime.events.mirror import Mirror, MirrorError, boot
 from offbeat.runtime.events.recorder import FIELDS, FOLDER
 from offbeat.runtime.messages import Endpoint, Inbox, Keys, drive
-from offbeat.runtime.run.untrusted_files import read_bytes
 
-FILE: Final = "machines.json"
 SAVED_EVERY: Final = 1.0  # Seconds between two writings of the links' state.
 ANSWER: Final = 1.5  # Seconds for a machine to send the stacks of its processes.
 MOST_PROCESSES: Final = 16_384  # Whose events are collected; those of more are refused.
 _PROCESS: Final = re.compile(r"(?:worker (?P<rank>\d{1,9})|server (?P<shard>\d{1,9})\.\d{1,9})")
-
-
-class MachineRecord(Struct, frozen=True):
-    """A machine of a run: its processes, its clock, and its link to the monitor."""
-
-    name: str
-    processes: tuple[Name, ...]
-    comparable: bool  # Whether it reads the same clock as the monitor.
-    offset: float  # Seconds by which its clock was ahead, as estimated at last …
-    error: float | None  # … and by how much that may be wrong; None: unknown.
-    delay: float | None  # Seconds that its last pulse took.
-    waiting: int  # Number of records that had not come.
-    received: int
-    lost: int
-    restarts: int
-    silent: float  # Seconds since it was last heard from.
 
 
 class Collection:
@@ -147,20 +128,3 @@ class Collection:
             self._mirrors[name].write(bytes(work.payload.handle)[work.skip * FIELDS.itemsize :], batch.names)
         except MirrorError as error:
             print(f"events of {name} from {work.machine} are refused: {error}", file=sys.stderr, flush=True)
-
-
-def machines_of(folder: Path) -> list[MachineRecord]:
-    """The machines of a run whose events came over links; empty if there are none."""
-    try:
-        return msgspec.json.decode(read_bytes(folder / FOLDER / FILE), type=list[MachineRecord])
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, msgspec.MsgspecError) as error:
-        raise UsageError(f"{folder / FOLDER / FILE} is damaged: {error}. Remove it to do without.") from error
-
-
-def offset_of(record: MachineRecord) -> ClockOffset:
-    """How far a machine's clock was ahead of the monitor's, as its link showed."""
-    if record.comparable:
-        return ClockOffset(0.0, 0.0)
-    return ClockOffset(record.offset, float("inf") if record.error is None else record.error)
