@@ -21,11 +21,14 @@ from offbeat.monitor.page.run_folders import MetricsReader, logs_of, run_of
 from offbeat.monitor.stragglers import ENOUGH, LATEST, blame
 from offbeat.monitor.verdicts import EXIT_CODES
 from offbeat.protocols.causality.deadlock import natural
+from offbeat.runtime.events.machines import FILE as MACHINES
+from offbeat.runtime.events.machines import MachineRecord, machines_of
 from offbeat.runtime.events.recorder import FOLDER, Reader, Stamp
 from offbeat.runtime.run.folder import FINISHED, part, strategy_of
 from offbeat.runtime.run.procfs import stat_fields
 
 EVERY: Final = 0.5  # Seconds between two looks at the files, however many clients ask.
+FRESH: Final = 15.0  # Seconds after which a machine that was not heard from counts as gone.
 RECENT: Final = 10.0  # Seconds over which steps per second are counted.
 BLAMED: Final = 200_000  # To find stragglers, all events are examined once for each worker: at most this many …
 FEWEST: Final = 48  # … but at least this many of each, the last ones.
@@ -44,9 +47,12 @@ _UNWATCHED: Final = (
 class LaneView:
     """All intervals of a run at one moment."""
 
-    def __init__(self, lanes: Sequence[Lane], names: Names, now: float | None) -> None:
-        """`now` is the current time if the run is still going, None if it is over."""
+    def __init__(
+        self, lanes: Sequence[Lane], names: Names, now: float | None, homes: Mapping[str, str] | None = None
+    ) -> None:
+        """`now` is the current time if the run is still going, None if it is over; `homes` are lanes' machines."""
         self.names = [lane.name for lane in lanes]
+        self.machines = [(homes or {}).get(name, "") for name in self.names] if homes else []
         self.labels = names.labels
         self.start = min((lane.began for lane in lanes if lane.began is not None), default=0.0)
         self.stop = max((lane.last for lane in lanes if lane.began is not None), default=0.0)
@@ -82,6 +88,7 @@ class LaneView:
             "last": self.now,
             "count": len(table),
             "lanes": self.names,
+            "machines": self.machines,
             "extents": self.extents,
             "kinds": KINDS,
             "labels": {str(number): self.labels[number][:2] for number in np.unique(table["label"]).tolist()},
@@ -106,6 +113,7 @@ class RunView:
         self._changed = True
         self._view: LaneView | None = None
         self._view_live = False
+        self._machines: list[MachineRecord] = []
         self._data: dict[str, Any] = {}
         self._verdicts: list[dict[str, Any]] = []
         self._verdicts_due = 0.0
@@ -120,6 +128,8 @@ class RunView:
                 return
             self._data = run_of(self.folder) or self._data
             self.metrics.read()
+            with suppress(UsageError):
+                self._machines = machines_of(self.folder)
             for path in sorted((self.folder / FOLDER).glob("*.events")):
                 self._open(path)
             for _, lane in self._lanes.values():
@@ -132,20 +142,42 @@ class RunView:
             inode = path.stat().st_ino
             known = self._lanes.get(path)
             if known is None or known[0] != inode:
-                self._lanes[path] = (inode, FileLane(_spoken(path.stem), Reader(path, kept=True), self._names))
+                name, reader = _spoken(path.stem), Reader(path, kept=True)
+                reader.shift = sum(machine.shift for machine in self._machines if name in machine.processes)
+                self._lanes[path] = (inode, FileLane(name, reader, self._names))
                 self._changed = True
 
     @property
+    def _homes(self) -> dict[str, str]:
+        """The machine of each process, where there are several."""
+        return {process: machine.name for machine in self._machines for process in machine.processes}
+
+    @property
     def _in_order(self) -> list[FileLane]:
-        """Workers first, then servers."""
-        by_name = {lane.name: lane for _, lane in self._lanes.values()}
-        return sorted((by_name[name] for name in natural(by_name)), key=lambda lane: not lane.name.startswith("worker"))
+        """Machine by machine; on each, workers first, then servers."""
+        by_name, homes = {lane.name: lane for _, lane in self._lanes.values()}, self._homes
+        machines = [machine.name for machine in self._machines]
+
+        def place(lane: FileLane) -> tuple[int, bool]:
+            home = homes.get(lane.name)
+            return -1 if home is None else machines.index(home), not lane.name.startswith("worker")
+
+        return sorted((by_name[name] for name in natural(by_name)), key=place)
+
+    def _is_alive(self, lane: FileLane) -> bool:
+        """Whether a process lives, as this machine's kernel says, or as far as its own machine is heard from."""
+        away = next((machine for machine in self._machines if lane.name in machine.processes), None)
+        if away is None or away.comparable:
+            return bool(stat_fields(lane.reader.pid))
+        with suppress(OSError):
+            return time.time() - (self.folder / FOLDER / MACHINES).stat().st_mtime + away.silent < FRESH
+        return False
 
     @property
     def live(self) -> bool:
         """Whether it is still going, as far as can be seen: it says so, and not all of its processes are gone."""
         lanes = self._in_order
-        return self.state == "running" and (not lanes or any(stat_fields(lane.reader.pid) for lane in lanes))
+        return self.state == "running" and (not lanes or any(map(self._is_alive, lanes)))
 
     @property
     def state(self) -> str:
@@ -159,7 +191,7 @@ class RunView:
             live = self.live
             growing = live and any(len(lane.open) for lane in self._in_order)
             if self._view is None or self._changed or growing or live != self._view_live:
-                self._view = LaneView(self._in_order, self._names, time.monotonic() if live else None)
+                self._view = LaneView(self._in_order, self._names, time.monotonic() if live else None, self._homes)
                 self._changed, self._view_live = False, live
             return self._view
 
@@ -184,6 +216,7 @@ class RunView:
                 "command": environment.get("command", []),
                 "result": part(self._data, "result"),
                 "verdicts": self.verdicts(),
+                "machines": [machine.shown() for machine in self._machines],
                 "processes": [self._process(lane) for lane in lanes] or self._unwatched(),
                 "metrics": metrics[::-1][::stride][::-1],
                 "lines": len(self.metrics.lines),
@@ -208,7 +241,7 @@ class RunView:
         common: dict[str, Any] = {"name": lane.name, "step": lane.stepped, "at_least": dropped > 0, "events": events}
         if lane.finished:
             return common | {"state": "ended"}
-        if not stat_fields(lane.reader.pid) or not self.live:
+        if not self._is_alive(lane) or not self.live:
             return common | {"state": "gone"} | wait
         recent = int((lane.steps > now - RECENT).sum())
         common["steps_per_second"] = recent / min(RECENT, max(0.1, now - (lane.began or now)))

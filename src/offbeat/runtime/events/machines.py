@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
 from offbeat.errors import UsageError
 from offbeat.protocols.causality.clock_offset import ClockOffset
@@ -36,6 +36,16 @@ class MachineRecord(Struct, frozen=True):
     def known_offset(self) -> ClockOffset:
         """How far its clock was ahead of the monitor's, as its link showed."""
         return ClockOffset(self.offset, float("inf") if self.error is None else self.error)
+
+    @property
+    def shift(self) -> float:
+        """What is subtracted from its times to get the launcher's."""
+        return 0.0 if self.comparable else self.offset
+
+    def shown(self) -> dict[str, Any]:
+        """As a table shows it."""
+        clock = f"{self.known_offset}{', the same clock' if self.comparable else ''}"
+        return {**to_builtins(self), "processes": list(self.processes), "clock": clock}
 
     def __str__(self) -> str:
         clock = f"clock {self.known_offset}{' (the same clock)' if self.comparable else ''}"

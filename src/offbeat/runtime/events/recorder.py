@@ -268,7 +268,7 @@ class Reader:
     def new(self) -> list[Stamp]:
         """The complete events since the last call."""
         return [
-            Stamp(_MARKS[kind], self.about(name), sequence, at - self.shift, step, value)
+            Stamp(_MARKS[kind], self.about(name), sequence, at, step, value)
             for kind, name, sequence, at, step, value, _ in self.rows().tolist()
         ]
 
@@ -282,6 +282,8 @@ class Reader:
         if wrong.any():
             bad = rows[int(np.argmax(wrong))]
             raise UsageError(f"{self._path} is damaged: its event {bad['number']} is {bad.tolist()}, which cannot be.")
+        if self.shift:
+            rows["time"] -= self.shift
         return rows
 
     def keep(self) -> None:

@@ -273,8 +273,22 @@ offbeat.Lanes = class {
         pen.fillStyle = this.colors.accent;
         pen.fillRect(0, lane * this.row + 2, 3, this.row - 4);
       }
+      const home = this.data.machines?.[lane];
+      const begins = home && home !== this.data.machines[lane - 1];
+      if (begins && lane) {
+        pen.fillStyle = this.colors.quiet;
+        pen.fillRect(0, lane * this.row - 0.5, this.gutter() + this.plot, 1);
+      }
+      const both = begins && this.row >= 28;
+      if (both) {
+        pen.save();
+        pen.font = "bold 10px system-ui, sans-serif";
+        pen.fillStyle = this.colors.ink;
+        pen.fillText(home, 6, lane * this.row + 9, this.gutter() - 10);
+        pen.restore();
+      }
       pen.fillStyle = this.colors.quiet;
-      pen.fillText(name, 6, (lane + 0.5) * this.row, this.gutter() - 10);
+      pen.fillText(name, 6, (lane + 0.5) * this.row + (both ? 6 : 0), this.gutter() - 10);
     });
     pen.textBaseline = "alphabetic";
   }
@@ -351,7 +365,8 @@ offbeat.Lanes = class {
       if (data.lane[i] !== lane || data.start[i] - room > time || data.start[i] + data.length[i] + room < time) continue;
       if (found < 0 || data.kind[i] < data.kind[found]) found = i;
     }
-    const when = `${data.lanes[lane]} at ${(time - this.first).toFixed(3)} s`;
+    const home = data.machines?.[lane] ? ` on ${data.machines[lane]}` : "";
+    const when = `${data.lanes[lane]}${home} at ${(time - this.first).toFixed(3)} s`;
     if (found < 0) {
       const [from, to] = data.extents[lane];
       this.detail.textContent = time >= from && time <= to ? `${when}: computes.` : when;

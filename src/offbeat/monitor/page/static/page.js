@@ -73,6 +73,17 @@
     for (const one of run.processes) counts.set(one.state, (counts.get(one.state) || 0) + 1);
     byId("strip-sum").textContent = [...counts].map(([state, count]) => `${count} ${state}`).join(", ");
   }
+  /** The link of each machine: how late, how much behind, what was lost. */
+  function machines() {
+    const known = run.machines || [];
+    byId("machines-section").hidden = !known.length;
+    byId("machines-sum").textContent = `${known.length} machines`;
+    byId("machines").tBodies[0].replaceChildren(...known.map((one) => make("tr", { class: one.lost ? "lossy" : "" },
+      make("th", { scope: "row", text: one.name }), make("td", { text: one.processes.join(", ") }), make("td", { text: one.clock }),
+      ...[one.delay === null ? "–" : `${(1000 * one.delay).toPrecision(2)} ms`, number(one.waiting), number(one.received),
+        number(one.lost), number(one.restarts), run.live ? `${one.silent.toFixed(1)} s ago` : "–"]
+        .map((text) => make("td", { class: "number", text })))));
+  }
   async function showLog(name) {
     byId("log").hidden = false;
     byId("log-title").textContent = `Log of ${name}`;
@@ -147,6 +158,7 @@
     header();
     verdicts();
     strip();
+    machines();
     if (more) curves();
     showLanes();
     byId("foot").textContent = source.held
