@@ -17,6 +17,7 @@ from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.runtime.run.result import Result
 from offbeat.runtime.run.settings import Goal
+from offbeat.simulate.sandblaster_iterations import IterationSetting, PlayedIterations
 from offbeat.strategies import parse
 from offbeat.tasks.logistic import Logistic
 from offbeat.tasks.mixture import Mixture
@@ -71,14 +72,35 @@ def test_a_portion_that_always_fails_ends_the_run_with_its_traceback(tmp_path: P
     assert "sandblaster_tasks.py" in caught.value.remote_traceback
 
 
-def test_the_coordinators_bytes_do_not_depend_on_the_size_of_the_model(tmp_path: Path, launcher: Launcher) -> None:
-    traffic: list[float] = []
+def test_bytes_do_not_depend_on_the_size_of_the_model_and_are_those_of_the_simulated_machines(
+    tmp_path: Path, launcher: Launcher
+) -> None:
     for features in (100, 100_000):
         task = Exact(examples=24, features=features)
         result = fit(task, STRATEGY, workers=2, steps=6, out=tmp_path, launcher=launcher)
-        sent = result.sandblaster["coordinator_bytes"]
-        traffic.append((sent["sent"] + sent["received"]) / result.sandblaster["iterations"])
-    assert max(traffic) < 20_000, traffic
+        figures = result.sandblaster
+        traffic = sum(figures["coordinator_bytes"].values())
+        assert traffic / figures["iterations"] < 20_000
+        assert predicted_bytes(figures, features) == pytest.approx(traffic, rel=0.05)
+        # A gradient for each portion, not for all that two workers had; and the first parameters.
+        least, most = (count + 1 for count in (12 * figures["evaluations"], sum(figures["portions"].values())))
+        assert 8 * features * least <= result.bytes_sent <= 8 * features * most + 20_000
+
+
+def predicted_bytes(figures: dict[str, Any], features: int) -> float:
+    """What simulated machines send to and from the coordinator in as many iterations, evaluations and portions."""
+
+    def played(trials: int) -> PlayedIterations:
+        setting = IterationSetting(2, 2, 12, 10, 8 * features, [1.0, 1.0], trials)
+        return PlayedIterations(setting, figures["iterations"])
+
+    def traffic(run: PlayedIterations) -> int:
+        rows = [row for number in range(1, figures["iterations"] + 1) for row in run.cost(number)]
+        return sum(row.headers for row in rows if "coordinator" in (row.sender, row.receiver))
+
+    once, twice = played(1), played(2)
+    evaluation = (traffic(twice) - traffic(once)) / figures["iterations"]
+    return traffic(once) + (figures["evaluations"] - figures["iterations"] - 1) * evaluation
 
 
 def test_a_run_resumes_from_its_parameters(tmp_path: Path, launcher: Launcher) -> None:

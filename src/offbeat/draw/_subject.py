@@ -24,6 +24,7 @@ from offbeat.simulate.network import Network
 from offbeat.simulate.pipelines import pipeline_timeline
 from offbeat.simulate.predicted_step import step_schedule
 from offbeat.simulate.queues import Times
+from offbeat.simulate.sandblaster_iterations import IterationSetting, iteration_timeline
 from offbeat.simulate.servers.stragglers import Stragglers
 from offbeat.simulate.timeline import (
     Activity,
@@ -41,6 +42,7 @@ from offbeat.strategies import (
     Exchanging,
     Gossip,
     Pipeline,
+    Sandblaster,
     Timing,
     aliases,
     available,
@@ -53,6 +55,7 @@ from offbeat.user_protocols import OwnSchedule, find_own
 MOST_RANKS: Final = 1024
 """Of a table; a picture takes fewer."""
 MOST_MICROBATCHES: Final = 512
+MOST_PORTIONS: Final = 1000
 SERVER_STEPS: Final = 3
 """Default number of steps with servers: enough to see which worker waits for which."""
 _BUNDLED: Final = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\(\s*(\w*)\s*\))?\s*")
@@ -161,6 +164,9 @@ def _strategy(strategy: Combined, text: str, setting: Scenario) -> Timeline:
     if isinstance(exchange, Gossip) and exchange.asynchronous:
         _alone(strategy, text)
         return _gossip(exchange, text, setting)
+    if isinstance(exchange, Sandblaster):
+        _alone(strategy, text)
+        return _sandblaster(exchange, text, setting)
     rhythm, needed = exchange.rhythm(), exchange.servers(len(setting.hosts))
     if rhythm is not None and needed is not None:
         if strategy.when is not None:
@@ -183,6 +189,24 @@ def _strategy(strategy: Combined, text: str, setting: Scenario) -> Timeline:
     _, count = step_schedule(step, [[0.0] * len(setting.hosts)], setting.steps)
     schedule, _ = step_schedule(step, setting.seconds(count).tolist(), count)
     return schedule_timeline(schedule, setting.view, Layout(0, 1), setting.network, text, role="worker")
+
+
+def _sandblaster(exchange: Sandblaster, text: str, setting: Scenario) -> Timeline:
+    """The first iterations, one by default. `--step` is what a worker needs for its share of an evaluation."""
+    if exchange.portions > MOST_PORTIONS:
+        raise StrategyError(
+            f"{text} is drawn with at most {MOST_PORTIONS:,} portions: each is a handful of messages. Say portions=8."
+        )
+    iterations = IterationSetting(
+        workers=len(setting.hosts),
+        shards=exchange.shards,
+        portions=exchange.portions,
+        history=exchange.history,
+        nbytes=setting.nbytes,
+        seconds=setting.seconds(1)[0].tolist(),
+        network=_delays(setting),
+    )
+    return iteration_timeline(iterations, setting.steps or 1, text)
 
 
 def _pipeline(strategy: Combined, text: str, setting: Scenario) -> Timeline:

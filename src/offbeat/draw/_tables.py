@@ -107,4 +107,5 @@ def plain(timeline: Timeline) -> dict[str, Any]:
         "intervals": [{**each._asdict(), "activity": each.activity.value} for each in timeline.intervals],
         "ports": [row._asdict() for row in port_rows(timeline)],
         "notes": list(timeline.notes),
+        "costs": [row._asdict() for row in timeline.costs],
     }

@@ -39,6 +39,16 @@ class RoundSummary(NamedTuple):
     what: str = ""  # Of a pipeline: what is computed or brought.
 
 
+class RoleCost(NamedTuple):
+    """What all participants of a role send to all of another."""
+
+    sender: str
+    receiver: str
+    messages: int
+    headers: int  # Bytes of the messages themselves, as they are on the wire.
+    vectors: int  # Bytes of the vectors beside them.
+
+
 class Timeline(Struct, frozen=True):
     """The content of a picture or table."""
 
@@ -49,6 +59,8 @@ class Timeline(Struct, frozen=True):
     messages: tuple[Message, ...]
     rounds: tuple[RoundSummary, ...] = ()  # Of a schedule; empty where there is none.
     notes: tuple[str, ...] = ()  # What there is to say about the whole.
+    costs: tuple[RoleCost, ...] = ()  # By role, where there are roles.
+    costs_of: str = ""  # What has these costs.
 
     @property
     def end(self) -> float:

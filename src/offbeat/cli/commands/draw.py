@@ -78,3 +78,10 @@ def _print_tables(console: Console, timeline: Timeline) -> None:
         times = (port.sending, port.receiving, port.computing, port.waiting)
         ports.add_row(port.name, *map(size_in_words, (port.sent, port.received)), *map(seconds_in_words, times))
     console.print(ports)
+    if timeline.costs:
+        console.print(f"Messages and bytes of {timeline.costs_of}:", style="bold")
+        costs = figures(("from", "to", "messages", "bytes", "vectors"))
+        for row in timeline.costs:
+            numbers = (f"{row.messages:,}", f"{row.headers:,}", size_in_words(row.vectors) if row.vectors else "")
+            costs.add_row(row.sender, row.receiver, *numbers)
+        console.print(costs)
