@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/draw.md and docs/pipelines.md, as `offbeat draw` does."""
+"""Draw the pictures of docs/draw.md, docs/pipelines.md and docs/sandblaster.md, as `offbeat draw` does."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ def pictured() -> None:
         )
         timeline = timeline_of(text, setting)
         write(picture(timeline, f"4 workers, {size}, {NETWORK}; stragglers: {slow}"), HERE / f"{name}.svg")
+    text = "sandblaster(shards=2, portions=8)"
+    setting = Scenario(
+        tuple(range(3)), Network.parse(NETWORK), parse_size("10MB"), stragglers=Stragglers.parse("none", 0.2)
+    )
+    write(picture(timeline_of(text, setting), f"3 workers, 10MB, {NETWORK}"), HERE / "sandblaster-simulated.svg")
     for name, text in PIPELINES:
         setting = Scenario(tuple(range(4)), Network.parse(NETWORK), parse_size("100KB"), microbatches=8)
         timeline = timeline_of(text, setting)

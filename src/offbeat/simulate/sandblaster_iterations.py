@@ -18,11 +18,12 @@ from offbeat.protocols.partition import share
 from offbeat.protocols.sandblaster import lbfgs
 from offbeat.protocols.sandblaster import messages as msg
 from offbeat.protocols.sandblaster.lbfgs import Lbfgs
-from offbeat.protocols.sandblaster.messages import MINIMIZER, RunProgram
+from offbeat.protocols.sandblaster.messages import RunProgram, first_view
 from offbeat.protocols.sandblaster.minimizer import Minimizer
-from offbeat.protocols.sandblaster.shard import CarryOut, FetchRegister, VectorShard
+from offbeat.protocols.sandblaster.replica import VectorShard
+from offbeat.protocols.sandblaster.shard import CarryOut, FetchRegister
 from offbeat.protocols.sandblaster.worker import Compute, Computed, PortionWorker, Ready
-from offbeat.protocols.servers.messages import worker_name
+from offbeat.protocols.servers.messages import ClusterView
 from offbeat.simulate.machines import LossyNetwork, Sent, Simulation
 from offbeat.simulate.schedules import Activity, Interval, Message
 from offbeat.simulate.timeline import RoleCost, Timeline
@@ -60,10 +61,14 @@ class PlayedIterations:
         self._ready: set[Name] = set()
         spans = [share(setting.nbytes // 4, shard, setting.shards) for shard in range(setting.shards)]
         self._parts = [Payload(4 * (stop - start)) for start, stop in spans]
-        minimizer = Minimizer(Lbfgs(setting.history, 0.0, 0.0), setting.shards, setting.portions)
-        shards = [VectorShard(shard) for shard in range(setting.shards)]
-        self._workers = [_PlayedWorker(rank, setting, self.computed) for rank in range(setting.workers)]
-        self.names = [MINIMIZER, *(shard.name for shard in shards), *(worker.name for worker in self._workers)]
+        view = first_view(setting.workers, setting.shards)
+        minimizer = Minimizer(Lbfgs(setting.history, 0.0, 0.0), setting.portions, view)
+        shards = [VectorShard(shard, view) for shard in range(setting.shards)]
+        self._workers = [_PlayedWorker(rank, view, setting, self.computed) for rank in range(setting.workers)]
+        self.roles = {minimizer.name: "coordinator"}
+        """The role of each participant, the coordinator and the shards first."""
+        self.roles |= dict.fromkeys((shard.name for shard in shards), "shard")
+        self.roles |= dict.fromkeys((worker.name for worker in self._workers), "worker")
         perform: dict[Name, Callable[[Any], Any]] = {
             shard.name: self._shard(part) for shard, part in zip(shards, self._parts, strict=True)
         }
@@ -81,7 +86,7 @@ class PlayedIterations:
         """What an iteration, from 1, cost: a row for each pair of roles."""
         messages, headers, vectors = Counter[tuple[str, str]](), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         for sent in self.sent[iteration]:
-            pair = role_of(sent.sender), role_of(sent.to)
+            pair = self.roles[sent.sender], self.roles[sent.to]
             messages[pair] += 1
             headers[pair] += FIXED_BYTES + len(msgspec.msgpack.encode(sent.message))
             vectors[pair] += sent.nbytes
@@ -96,7 +101,8 @@ class PlayedIterations:
             raise RuntimeError("an iteration has not ended")
 
     def _note(self, happening: Any) -> None:
-        if isinstance(happening, Sent):
+        # Heartbeats go to the launcher, whatever the iteration does.
+        if isinstance(happening, Sent) and happening.to in self.roles:
             self.sent[-1].append(happening)
 
     def _worker(self, name: Name) -> Callable[[Any], Any]:
@@ -145,8 +151,8 @@ _ANSWERS = {
 class _PlayedWorker(PortionWorker):
     """A worker whose computations take time."""
 
-    def __init__(self, rank: int, setting: IterationSetting, computed: list[Interval]) -> None:
-        super().__init__(worker_name(rank), setting.shards)
+    def __init__(self, rank: int, view: ClusterView, setting: IterationSetting, computed: list[Interval]) -> None:
+        super().__init__(rank, view)
         self._took = setting.seconds[rank] * setting.workers / setting.portions
         self._lane, self._computed = 1 + setting.shards + rank, computed
 
@@ -165,22 +171,18 @@ class _PlayedWorker(PortionWorker):
         return SetTimer(self._took, effect.work)
 
 
-def role_of(name: Name) -> str:
-    """Whether a participant is the coordinator, a shard or a worker."""
-    return "coordinator" if name == MINIMIZER else name.split(" ")[0]
-
-
 def iteration_timeline(setting: IterationSetting, iterations: int, title: str) -> Timeline:
     """Every message of the first iterations, and what one costs when the history is full."""
     played, per_byte = PlayedIterations(setting, iterations), setting.network.per_byte
-    lanes = {name: lane for lane, name in enumerate(played.names)}
+    lanes = {name: lane for lane, name in enumerate(played.roles)}
     messages: list[Message] = []
     for sent in (each for part in played.sent for each in part):
         took = per_byte * sent.nbytes
         for arrival in sent.arrivals:
             times = sent.at, sent.at + took, arrival - took, arrival, arrival
             messages.append(Message(lanes[sent.sender], lanes[sent.to], sent.nbytes, *times, _label(sent.message)))
-    names = tuple("coordinator" if name == MINIMIZER else name for name in played.names)
+    shards = [f"shard {shard}" for shard in range(setting.shards)]
+    names = ("coordinator", *shards, *(f"worker {rank}" for rank in range(setting.workers)))
     return Timeline(
         title,
         names,

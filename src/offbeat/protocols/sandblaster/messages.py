@@ -115,7 +115,11 @@ class ShardMemory(Struct, frozen=True, array_like=True):
     answers: tuple[tuple[float, ...], ...] = ()  # What the optimizer was told since.
 
 
-class CommandBatch(Struct, frozen=True, tag=True):
+_SHORT = {"number": "n", "commands": "c", "term": "t", "answer": "a", "saved": "s", "values": "v"}
+"""Fields of what an iteration sends most of, on the wire: their names would be half of it."""
+
+
+class CommandBatch(Struct, frozen=True, tag="commands", omit_defaults=True, rename=_SHORT.get):
     """To a shard: carry out these commands in order, and answer with the numbers that they give."""
 
     number: int
@@ -125,7 +129,7 @@ class CommandBatch(Struct, frozen=True, tag=True):
     saved: MinimizerState | None = None  # With the first batch of an iteration.
 
 
-class Scalars(Struct, frozen=True, tag=True):
+class Scalars(Struct, frozen=True, tag="scalars", rename=_SHORT.get):
     """From a shard: the numbers of a batch, over its part of the vectors."""
 
     number: int
