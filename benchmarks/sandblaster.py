@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset
 import offbeat
 from offbeat.bench import environment, holds, ratio
 from offbeat.runtime.launch import Launcher
-from offbeat.simulate.sandblaster import evaluation_seconds
+from offbeat.simulate.sandblaster.pauses import evaluation_seconds
 
 RESULTS = Path(__file__).parent / "results"
 BYTES, SPEEDUP, PAUSED = 20_000, 1.7, 1.15

@@ -9,7 +9,7 @@ import pytest
 from offbeat.draw import Scenario, timeline_of
 from offbeat.errors import StrategyError
 from offbeat.simulate.network import Network
-from offbeat.simulate.sandblaster_iterations import IterationSetting, PlayedIterations, full_cost
+from offbeat.simulate.sandblaster.iterations import IterationSetting, PlayedIterations, full_cost
 from offbeat.simulate.servers.stragglers import Stragglers
 
 
@@ -20,7 +20,7 @@ def setting(**changes: object) -> IterationSetting:
 
 def test_an_iteration_takes_two_rounds_for_each_step_remembered_and_three_for_each_tried() -> None:
     commands = [_batches(PlayedIterations(setting(), 7), number) for number in range(1, 8)]
-    # What shards know, start, first evaluation, steepest; then direction, three for the step that is tried, gathering, what to remember.
+    # Asking what shards know, copying and three for the first evaluation; then as in every iteration.
     assert commands == [5 + 6, 8, 10, 12, 14, 14, 14]
     tried = [_batches(PlayedIterations(setting(trials=count), 6), 6) for count in (1, 2, 3)]
     assert tried == [14, 18, 22]

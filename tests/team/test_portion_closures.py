@@ -20,7 +20,7 @@ from offbeat.protocols.sandblaster.lbfgs import Evaluate, Lbfgs
 from offbeat.protocols.sandblaster.messages import PARAMETERS, POINT, Gather, Gathered, IterationEnd
 from offbeat.runtime.sandblaster.registers import Registers
 from offbeat.strategies.sandblaster import Sandblaster
-from offbeat.team.portion_closures import PortionClosures
+from offbeat.team.closures.portion_closures import PortionClosures
 
 PORTIONS = 5
 STRATEGY = Sandblaster(portions=PORTIONS)

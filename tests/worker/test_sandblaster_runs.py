@@ -17,7 +17,7 @@ from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.runtime.run.result import Result
 from offbeat.runtime.run.settings import Goal
-from offbeat.simulate.sandblaster_iterations import IterationSetting, PlayedIterations
+from offbeat.simulate.sandblaster.iterations import IterationSetting, PlayedIterations
 from offbeat.strategies import parse
 from offbeat.tasks.logistic import Logistic
 from offbeat.tasks.mixture import Mixture

@@ -24,7 +24,7 @@ from offbeat.simulate.network import Network
 from offbeat.simulate.pipelines import pipeline_timeline
 from offbeat.simulate.predicted_step import step_schedule
 from offbeat.simulate.queues import Times
-from offbeat.simulate.sandblaster_iterations import IterationSetting, iteration_timeline
+from offbeat.simulate.sandblaster.iterations import IterationSetting, iteration_timeline
 from offbeat.simulate.servers.stragglers import Stragglers
 from offbeat.simulate.timeline import (
     Activity,

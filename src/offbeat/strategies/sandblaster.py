@@ -121,7 +121,7 @@ class Sandblaster(Exchanging):
 
 
 class SandblasterWorker(Exchange):
-    """The connection to the shards; the loop is `offbeat.worker.sandblaster`, or `offbeat.team.portion_closures`."""
+    """The connection to the shards; the loop is `offbeat.worker.sandblaster`, or `offbeat.team.closures`."""
 
     starts_alike = False
     calls_closures = True

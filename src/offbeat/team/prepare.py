@@ -23,8 +23,8 @@ from offbeat.strategies.sandblaster import Sandblaster, SandblasterWorker
 from offbeat.strategies.worker.capabilities import ModelHooks, OptimizerHooks, Sliced, StepHooks
 from offbeat.strategies.worker.exchange import adopt
 from offbeat.team.between_steps import Boundaries
+from offbeat.team.closures.portion_closures import PortionClosures
 from offbeat.team.context import Workplace
-from offbeat.team.portion_closures import PortionClosures
 
 
 class LoaderFeed:

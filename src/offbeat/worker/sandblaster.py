@@ -17,7 +17,7 @@ from offbeat.protocols.partition import share
 from offbeat.protocols.sandblaster.messages import IterationEnd
 from offbeat.strategies.sandblaster import Sandblaster, SandblasterWorker, check_model
 from offbeat.task import AnyTask, Task
-from offbeat.team.portion_closures import figures_of, refuse_random
+from offbeat.team.closures.portion_closures import figures_of, refuse_random
 from offbeat.team.team import Team
 from offbeat.worker.model_file import write_model
 from offbeat.worker.score import finite, scorer

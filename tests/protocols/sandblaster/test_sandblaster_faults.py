@@ -10,7 +10,7 @@ from offbeat.protocols.sandblaster import messages as msg
 from offbeat.protocols.servers.messages import Fenced, server_name, worker_name
 from offbeat.simulate.machine_contract import check_machine
 from offbeat.simulate.machines import Kill, Stop
-from offbeat.simulate.sandblaster import evaluation_seconds
+from offbeat.simulate.sandblaster.pauses import evaluation_seconds
 from offbeat.testing.sandblaster_faults import FOREVER, SHARDS, SandblasterContract, SandblasterWorld, play
 
 COORDINATORS = [server_name(SHARDS, copy) for copy in (0, 1)]

@@ -1,0 +1,1 @@
+"""Steps with closures that are computed portion by portion, under `sandblaster`."""
