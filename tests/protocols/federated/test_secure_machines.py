@@ -172,6 +172,28 @@ def test_a_forged_share_in_transit_counts_for_nothing() -> None:
     assert "shares of client 10" in world.clients[13].client.refusals[0]
 
 
+def test_shares_that_are_replayed_from_an_earlier_round_cannot_be_opened() -> None:
+    """The server delivers them as those of this round, to a client with the same keys."""
+    earlier = Table(SecureWorld(round_for(7, 6), 7))
+    earlier.play()
+    old = next(s.message for _, s in earlier.sent if isinstance(s.message, DeliveredShares) and s.to == "client 13")
+    assert isinstance(old, DeliveredShares)
+    world = SecureWorld(round_for(7, 7), 7)
+    replay = swap(DeliveredShares, lambda message, _: structs.replace(message, boxes=old.boxes), to="client 13")
+    assert isinstance(Table(world, replay).play(), SecureFailure | SecureSum)
+    assert sum("which are not what they should be" in each for each in world.clients[13].client.refusals) == 6
+    assert not any(piece.client != 13 for message in world.clients[13].released for piece in message.seeds)
+
+
+def test_a_share_that_is_released_twice_counts_once() -> None:
+    def twice(_: Name, send: Send) -> list[Send]:
+        return [send] * (2 if isinstance(send.message, ReleasedShares) else 1)
+
+    world = SecureWorld(round_for(7, 8), 8)
+    assert isinstance(Table(world, twice).play(), SecureSum)
+    assert world.server.refused == []
+
+
 def test_a_share_meant_for_another_client_cannot_be_opened() -> None:
     boxes: dict[Name, DeliveredShares] = {}
 

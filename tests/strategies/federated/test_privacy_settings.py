@@ -11,6 +11,7 @@ from offbeat.run.job import Job, resolve, target_of
 from offbeat.runtime.hosts import Hosts
 from offbeat.runtime.run.settings import Goal
 from offbeat.strategies import combined, parse
+from offbeat.strategies.federated.privacy import Privacy
 from offbeat.strategies.federated.strategy import Federated
 
 
@@ -64,6 +65,15 @@ def test_numbers_that_promise_nothing_are_refused(case: str) -> None:
     text, words = REFUSED[case]
     with pytest.raises(StrategyError, match=words):
         parse(f"federated(privacy={text})")
+
+
+@pytest.mark.parametrize("name", ["epsilon", "delta", "clip", "noise", "budget"])
+def test_nan_is_refused(name: str) -> None:
+    known = {"epsilon": 8.0} if name in ("delta", "clip") else {"noise": 1.0} if name == "budget" else {}
+    with pytest.raises(StrategyError, match=f"{name} takes .* not nan"):
+        Privacy(**known | {name: float("nan")})
+    with pytest.raises(StrategyError):
+        parse(f"federated(privacy=privacy({name}=nan))")
 
 
 NOT_COVERED = {
