@@ -26,6 +26,7 @@ from offbeat.runtime.federated.noise import NoiseSource, SeededNoise
 from offbeat.runtime.federated.privacy import PrivacyTerms
 from offbeat.runtime.federated.privacy_accountant import ParticipantAccountant, PrivacyAccountant, calibrated_noise
 from offbeat.runtime.federated.private_secure_mean import PrivateSecureMean
+from offbeat.runtime.federated.round_scale import RoundScale
 from offbeat.runtime.federated.secure_mean import adopt
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import MODEL_FILE
@@ -222,6 +223,36 @@ def test_a_sum_of_rounded_numbers_is_a_rounded_sum_but_for_a_difference_that_van
     difference = np.abs(np.fft.fft(rounded_each - rounded_once) / count).sum() / 2
     bound = math.exp(-2 * math.pi**2 * deviation**2 * (clients - 1) / clients)
     assert bound / 1000 < difference < bound <= math.exp(-(math.pi**2) * deviation**2)
+
+
+def quantized(source: NoiseSource | None = None, noise: float = NOISE) -> PrivateSecureMean:
+    terms = PrivacyTerms(40, 0.25, 1e-3, CLIP, noise, None, participants_known=True)
+    scale = RoundScale(8, owes=False)
+    mean = PrivateSecureMean(LAYOUT, PLAN, 7, terms, source or SeededNoise(5), scale=scale)
+    mean.prepare(10)
+    mean.begin(SELECTED)
+    return mean
+
+
+def test_quantized_private_updates_have_the_promised_noise_and_the_masked_protocol_sums_the_same_integers() -> None:
+    mean, plain = quantized(), private()
+    assert mean.encoding.width == 8 + 4
+    world = SecureWorld(SecureRound.of(bytes(32), mean.encoding, len(CLIENTS), fewest=FEWEST), 1)
+    for client, each in world.clients.items():
+        each.update = mean.encode(sent(client))
+        assert mean.add(sent(client))
+        assert plain.add(sent(client))
+    for each in (mean, plain):
+        each.combine(alone)
+    outcome = Table(world).play()
+    assert isinstance(outcome, SecureSum)
+    assert np.array_equal(mean._sum, outcome.total)  # type: ignore[arg-type]
+    rounding = float((total(mean) - total(plain)).std())
+    unit = mean.encoding.bound / mean.encoding.largest
+    assert rounding == pytest.approx(unit * math.sqrt(len(CLIENTS) / 6), rel=0.1), "as of so many random roundings"
+    assert rounding < 0.1 * NOISE * CLIP
+    with pytest.raises(UsageError, match="would be rounded away below 4"):
+        quantized(noise=0.1)
 
 
 # -- the account -----------------------------------------------------------------------------------------------------

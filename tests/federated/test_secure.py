@@ -182,6 +182,7 @@ def test_a_masked_update_looks_unlike_the_update() -> None:
         ("federated(secure=True) + topk(0.01)", "must be decoded before they are summed"),
         ("federated(secure=True) + sign", "each client chooses its own places or scale"),
         ("federated(secure=True, privacy=privacy(8, delta=1e-3)) + quantize(8)", "would take the noise out again"),
+        ("federated(secure=True, privacy=privacy(8, delta=1e-3)) + quantize(4)", "too few integers for the noise"),
         ("federated(secure=True) + randomk(0.1) + half", "messages of half"),
     ],
 )

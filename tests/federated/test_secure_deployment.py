@@ -61,7 +61,8 @@ def test_compressed_secure_sums_have_the_bits_of_the_simulation_and_what_clients
     strategy = SECURE.format(3, ", data=quantity(1)") + f" + {text}"
     simulated = fit(Images(), strategy, steps=4, seed=4, launcher=launcher, out=tmp_path)
     real = deployment("Images")
-    server = real.serve(strategy, rounds=4, seed=4, fault="dies in release" if "quantize" in text else "")
+    fault = "dies in release" if "quantize" in text else ""
+    server = real.serve(strategy, rounds=4, seed=4, fault=fault, silence=20.0)
     clients = [real.join(part) for part in range(3)]
     if "quantize" in text:
         server.fails()
@@ -77,8 +78,9 @@ def test_private_clients_add_noise_of_their_own_and_a_resumed_server_forgets_no_
 ) -> None:
     clip, rounds, clients = 1e-3, 3, 4
     real = deployment("Smooth", source="private_tasks")
-    strategy = SECURE.format(clients, f", privacy=privacy(8, delta=0.01, clip={clip})")
-    server = real.serve(strategy, rounds=rounds, seed=4, fault="dies in over")
+    private = SECURE.format(clients, f", privacy=privacy(8, delta=0.01, clip={clip})")
+    strategy = f"{private} + quantize(8, stochastic=True)"
+    server = real.serve(strategy, rounds=rounds, seed=4, fault="dies in over", silence=20.0)
     parts = [real.join(part, fault="nan" if part == 2 else "") for part in range(clients)]
     server.fails()
     assert real.state().round.secure.server.total, "the sum of the first round was known"

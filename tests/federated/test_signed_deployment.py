@@ -43,7 +43,7 @@ def test_signed_rounds_give_the_bits_of_the_simulation_and_another_list_is_refus
     peers = peers_of(real, 3)
     other = real.folder / "other.keys"
     other.write_text(Path(peers).read_text() + f"\n{'ab' * 32}")
-    server = real.serve(SECURE.format(3), rounds=2, seed=4, peers=peers)
+    server = real.serve(SECURE.format(3), rounds=2, seed=4, peers=peers, silence=20.0)
     assert "is not the server's" in real.join(0, peers=str(other)).fails()
     assert "keys (none) is not the server's" in real.join(0).fails()
     # Each says by its key who it is; which of them is there first does not matter.

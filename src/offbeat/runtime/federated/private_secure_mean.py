@@ -26,11 +26,13 @@ from torch import Tensor
 
 from offbeat.errors import UsageError
 from offbeat.protocols.federated.plan import RoundPlan
+from offbeat.protocols.federated.secure.common_scale import CommonScale
 from offbeat.protocols.federated.secure.fixed_point import FixedPoint
-from offbeat.protocols.federated.secure.plan import lowest_threshold
+from offbeat.protocols.federated.secure.plan import SecureEncoding, lowest_threshold
 from offbeat.runtime.federated.aggregation import AddUp, Agree, ClientUpdate, Selected, UpdateLayout, here
 from offbeat.runtime.federated.noise import NoiseSource, noise_share
 from offbeat.runtime.federated.privacy import PrivacyLedger, PrivacyTerms, clipping_factor
+from offbeat.runtime.federated.round_scale import RoundScale
 from offbeat.runtime.federated.secure_mean import KeptNumbers, SecureMean, decoded
 
 TAIL: Final = 12.0
@@ -56,8 +58,9 @@ class PrivateSecureMean(SecureMean):
         terms: PrivacyTerms,
         source: NoiseSource,
         kept: KeptNumbers | None = None,
+        scale: RoundScale | None = None,
     ) -> None:
-        super().__init__(layout, plan, seed, kept)
+        super().__init__(layout, plan, seed, kept, scale)
         self._terms, self._source, self._rounding_seed = terms, source, source.rounding_seed
         # Whatever its noise comes from: a round has one secure sum, which outlives the server's process.
         self.ledger = PrivacyLedger(terms, repeatable=True)
@@ -137,11 +140,16 @@ class PrivateSecureMean(SecureMean):
         share = noise_share(self._source, number, sent.client, size, deviation, sharers)
         return share.add_(taken, alpha=clipping_factor(taken, clip)).numpy()
 
-    def _encoding_for(self, selected: Selected) -> FixedPoint:
+    def _encoding_for(self, selected: Selected) -> SecureEncoding:
         clients = max(1, len(selected.clients))
         deviation = self.ledger.deviation * self._terms.clip / math.sqrt(lowest_threshold(clients))
         bound = self._terms.clip + TAIL * deviation
-        encoding = FixedPoint(length=self._kept.count, clients=clients, bound=bound)
+        count = self._kept.count
+        encoding: SecureEncoding = (
+            FixedPoint(length=count, clients=clients, bound=bound)
+            if self.scale is None
+            else CommonScale(length=count, clients=clients, bound=bound, bits=self.scale.bits)
+        )
         if (units := deviation / bound * encoding.largest) < LEAST_DEVIATION:
             raise UsageError(
                 f"privacy with secure=True: of noise={self.ledger.deviation:g} the share of each of {clients:,} "

@@ -315,10 +315,16 @@ def _not_summed(compression: Compressing, privacy: Privacy | None) -> str:
             f"whose places and scale all clients of a round share, or omit one of them"
         )
     if privacy is not None and isinstance(compression, Quantize):
-        return (
-            f"{compression} would have to round the noise of {privacy} together with the update, and what is then "
-            f"owed to the next round would take the noise out again. Use randomk, or omit one of them"
-        )
+        if compression.bits < 8:
+            return (
+                f"{compression} leaves too few integers for the noise of {privacy}, which needs some for each of the "
+                f"24 deviations that it may range over. Use quantize(8, stochastic=True), or omit one of them"
+            )
+        if compression.owes:
+            return (
+                f"{compression} rounds the noise of {privacy} together with the update, and what is then owed to the "
+                f"next round would take the noise out again. Say quantize(8, stochastic=True), which owes nothing"
+            )
     return ""
 
 

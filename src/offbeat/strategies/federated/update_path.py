@@ -98,7 +98,8 @@ def aggregation(strategy: Combined, layout: UpdateLayout, seed: int, noise: Nois
             )
         source = SeededNoise(seed) if noise is None else noise
         if rules.secure:
-            return PrivateSecureMean(layout, rules.plan(), seed, terms, source, _kept(strategy, layout, seed))
+            kept, scale = _kept(strategy, layout, seed), _scale(strategy)
+            return PrivateSecureMean(layout, rules.plan(), seed, terms, source, kept, scale)
         return PrivateMean(layout, terms, source)
     if rules.secure:
         return SecureMean(layout, rules.plan(), seed, _kept(strategy, layout, seed), _scale(strategy))
@@ -123,7 +124,8 @@ def _scale(strategy: Combined) -> RoundScale | None:
     last = compressions[-1] if compressions else None
     if not rules_of(strategy).secure or not isinstance(last, Quantize):
         return None
-    return RoundScale(last.bits, compressions[0].owes)
+    # Under privacy rounding is never owed: it would take the noise out of the sum again.
+    return RoundScale(last.bits, compressions[0].owes and rules_of(strategy).privacy is None)
 
 
 def rules_of(strategy: Combined) -> Federated:
