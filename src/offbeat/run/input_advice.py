@@ -97,7 +97,8 @@ def _more_servers(share: str, data: Mapping[str, Any], servers: int, rest: float
     wanted = min(math.ceil(work / max(rest, 1e-9)), DATA_SERVERS)
     if wanted <= servers:
         return (
-            f"{share}, although {servers} data servers should suffice: look for what keeps them waiting in their logs"
+            f"{share}, although data servers prepared all of it in {work / servers:.2g} s: batches are late at the "
+            f"start of a pass, while a data server is replaced, and when all cores are in use"
         )
     return f"{share}: {servers} data servers prepare too little; --data-servers {wanted} would keep up, given the cores"
 
