@@ -25,6 +25,14 @@ def test_a_script_ends_with_the_same_bits_as_with_loading_processes(
         assert one["facts"] == other["facts"]
 
 
+def test_a_loop_may_evaluate_on_the_loader_that_it_trains_on(launcher: Launcher, tmp_path: Path) -> None:
+    for name, more in (("without", {}), ("with", {"data_servers": 1})):
+        run_script(launcher, tmp_path, "data_served.py", tmp_path / name, "nested", workers=2, seed=1, **more)
+    for one, other in zip(left(tmp_path / "without", 2), left(tmp_path / "with", 2), strict=True):
+        same(one["state"], other["state"], tolerance=0)
+        assert one["facts"] == other["facts"] != {"seen": 0}
+
+
 def test_a_killed_worker_costs_nothing_but_time_with_data_servers(launcher: Launcher, tmp_path: Path) -> None:
     compare(launcher, tmp_path, "1.4.1", "map", "epochs", data_servers=2)
 

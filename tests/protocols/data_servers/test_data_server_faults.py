@@ -207,3 +207,17 @@ def test_a_pass_begun_while_another_goes_on_ends_the_first_with_the_reason() -> 
     LoaderPass(reader, 0, 0, pieces, lambda: 1)
     with pytest.raises(DataError, match="iterated again"):
         earlier.ordered()
+
+
+def test_a_pass_that_is_left_frees_what_was_prepared() -> None:
+    server, reader = DataServer("data server 0"), BatchReader("worker 0", 0, ["data server 0"])
+    reader.open(0)
+    (order, _) = reader.order(0, 0, Payload(8))
+    server.on(Received("worker 0", order.message, Payload(8)), 0.0)  # pyright: ignore
+    server.on(Done("prepared", made := Payload(1)), 0.0)
+    (close,) = reader.close(0)
+    effects = server.on(Received("worker 0", close.message), 0.0)  # pyright: ignore
+    assert [effect.work.payload for effect in effects if hasattr(effect, "work")] == [made]  # pyright: ignore
+    assert not server.on(Received("worker 0", order.message, Payload(8)), 0.0)  # pyright: ignore
+    (again,) = reader.on(Received("data server 0", Supply(0, 1, 0), made), 0.0)
+    assert again == close

@@ -14,6 +14,8 @@ AGAIN = 0.25
 """Seconds after which an order without an answer is repeated."""
 PROBES = 4
 """Repeated orders in a row that a data server may leave unanswered before others get its orders."""
+EVERY = 2**62
+"""A floor above every batch: nothing of the pass is needed any more."""
 WINDOW = 2
 """Batches that a worker orders ahead, for each data server."""
 
@@ -75,6 +77,14 @@ class BatchReader:
         self._turns += 1
         self._lines[loader] = Line(self._turns, first)
         return self._turns
+
+    def close(self, loader: int) -> Sequence[Effect]:
+        """End a pass, of which no batch is needed any more: data servers free what they have prepared of it."""
+        line, effects = self._lines.pop(loader, None), Effects()
+        if line is not None:
+            for name in self._servers:
+                effects.send(name, Used(loader, line.turn, EVERY))
+        return effects.done
 
     def turn(self, loader: int) -> int:
         """The number of the latest pass over a loader."""
@@ -151,7 +161,10 @@ class BatchReader:
 
     def _decline(self, effects: Effects, sender: Name, message: Supply | Spoiled) -> None:
         line = self._lines.get(message.loader)
-        if line is None or line.turn < message.turn:
+        if line is None:
+            effects.send(sender, Used(message.loader, message.turn, EVERY))  # The pass is closed.
+            return
+        if line.turn < message.turn:
             return  # Of a former process of this name, which had more passes; a new order ends them.
         # A batch that came twice is kept by its second server until all up to it are used.
         current = line.turn == message.turn

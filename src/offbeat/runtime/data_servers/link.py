@@ -37,21 +37,24 @@ class DataLink:
         for name in plan.names:
             self._endpoint.connect(name, plan.address(name))
         self._driver = Driver(self._reader, self._endpoint, _no_work)
-        self._lines = 0
+        self._passes = 0
+        self._closed = False
         self.bytes_received = 0
         self.waited = 0.0
         """Seconds in which the next batch was not here yet."""
 
-    def new_line(self) -> int:
-        """A number for the passes over one share of a loader: each has its own."""
-        self._lines += 1
-        return self._lines
-
-    def batches(
-        self, line: int, first: int, pieces: Iterator[Piece[Note]], division: Callable[[], object]
-    ) -> Iterator[Supplied]:
+    def batches(self, first: int, pieces: Iterator[Piece[Note]], division: Callable[[], object]) -> Iterator[Supplied]:
         """The batches of one pass, in order; `pieces` and `division` as `LoaderPass` takes them."""
-        run = LoaderPass(self._reader, line, first, pieces, division)
+        # Each pass has a number of its own: a loop may evaluate on a loader in the middle of a pass over it.
+        self._passes += 1
+        line = self._passes
+        try:
+            yield from self._pass(line, LoaderPass(self._reader, line, first, pieces, division))
+        finally:
+            if not self._closed:
+                self._driver.perform(self._reader.close(line))
+
+    def _pass(self, line: int, run: LoaderPass[Note]) -> Iterator[Supplied]:
         self._driver.perform(run.ordered())
         while True:
             # Ordered again where the division has changed since.
@@ -88,6 +91,7 @@ class DataLink:
 
     def close(self) -> None:
         """Close the connections."""
+        self._closed = True
         self._endpoint.close()
 
 

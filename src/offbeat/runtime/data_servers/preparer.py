@@ -23,6 +23,8 @@ from offbeat.runtime.data_servers.batch_format import Memory, written
 from offbeat.runtime.data_servers.orders import Chosen, Index, Stretch, decoded
 from offbeat.runtime.state.random_state import Lent, capture, packed, seed_everything, unpacked
 
+_PASSES = 8
+"""Passes over streams that one worker may have at a time; older ones are read anew if they go on."""
 _LONGEST = 20_000  # Characters of a traceback; a header has room for 64 KiB.
 
 
@@ -74,6 +76,9 @@ class Preparer:
         reader = self._streams.get(place)
         if reader is None or not reader.goes_on(order, wish):
             reader = self._streams[place] = StreamReader(loader, order.turn, wish)
+            mine = [other for other in self._streams if other[0] == worker]
+            for old in mine[:-_PASSES]:
+                del self._streams[old]
         whole = reader.batch(order.number)
         seed_everything(wish.seed)
         if whole is None:

@@ -25,7 +25,6 @@ class SuppliedBatches(BatchSource):
 
     def __init__(self, loader: DataLoader[Any], place: Share, parts: Parts, link: DataLink) -> None:
         self._plan, self._place, self._link = Indexed(loader, place, parts), place, link
-        self._line = link.new_line()
         self.native = place.alone
 
     def batches(self, epoch: Epoch) -> Iterator[Batch]:
@@ -37,7 +36,7 @@ class SuppliedBatches(BatchSource):
                 yield self._piece(cut, mixed(seed, number))
 
         division = lambda: (self._place.rank, *self._place.members)  # noqa: E731
-        for content, (_, examples, total), last in self._link.batches(self._line, epoch.skip, pieces(), division):
+        for content, (_, examples, total), last in self._link.batches(epoch.skip, pieces(), division):
             yield Batch(content, examples, total, last)
 
     def _piece(self, cut: Callable[[], Slice], seed: int) -> Piece[Slice]:
@@ -59,7 +58,6 @@ class SuppliedStream(BatchSource):
 
     def __init__(self, loader: DataLoader[Any], place: Share, link: DataLink) -> None:
         self._place, self._link, self._bases = place, link, BaseSeeds(loader)
-        self._line = link.new_line()
         self.native = place.alone
 
     def batches(self, epoch: Epoch) -> Iterator[Batch]:
@@ -76,7 +74,7 @@ class SuppliedStream(BatchSource):
                 yield lambda wish=wish: (encoded(wish), None)
                 number += 1
 
-        for supplied in self._link.batches(self._line, epoch.skip, pieces(), lambda: None):
+        for supplied in self._link.batches(epoch.skip, pieces(), lambda: None):
             if supplied.content is None:
                 return
             content, examples, begun = supplied.content
