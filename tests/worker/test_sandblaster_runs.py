@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from sandblaster_tasks import Exact, Wide
 
-from offbeat.errors import StrategyError, WorkerError
+from offbeat.errors import RunError, StrategyError, WorkerError
 from offbeat.run.drive import drive, fit
 from offbeat.run.job import Job, target_of
 from offbeat.runtime.launch import Launcher
@@ -103,13 +103,26 @@ def predicted_bytes(figures: dict[str, Any], features: int) -> float:
     return traffic(once) + (figures["evaluations"] - figures["iterations"] - 1) * evaluation
 
 
-def test_a_run_resumes_from_its_parameters(tmp_path: Path, launcher: Launcher) -> None:
+def test_a_resumed_run_goes_on_to_the_same_bits(tmp_path: Path, launcher: Launcher) -> None:
     first = fit(Exact(), STRATEGY, workers=2, steps=4, out=tmp_path, launcher=launcher)
-    second = fit(Exact(), resume=first.run, steps=14, launcher=launcher)
-    assert second.steps == 14 or second.sandblaster["stopped"]
-    assert second.score is not None
-    assert first.score is not None
-    assert second.score > first.score
+    second = fit(Exact(), resume=first.run, steps=9, launcher=launcher)
+    through = fit(Exact(), STRATEGY, workers=1, steps=9, out=tmp_path, launcher=launcher)
+    assert torch.equal(weights(second), weights(through))
+    names = ("iterations", "evaluations", "gradient")
+    assert [second.sandblaster[name] for name in names] == [through.sandblaster[name] for name in names]
+    assert second.samples == through.samples
+
+
+def test_a_run_whose_only_copy_of_a_shard_has_died_names_it_and_is_resumed_to_the_same_bits(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    options: dict[str, Any] = {"workers": 2, "steps": 6, "out": tmp_path, "launcher": launcher}
+    with pytest.raises(RunError, match="shard 1 is lost"):
+        fit(Exact(), STRATEGY, checkpoint_every=1, disturb="server 1: kill at step 3", **options)
+    (run,) = (path for path in tmp_path.iterdir() if path.name != "latest")
+    resumed = fit(Exact(), resume=run, launcher=launcher)
+    assert resumed.steps == 6
+    assert torch.equal(weights(resumed), weights(fit(Exact(), STRATEGY, **options)))
 
 
 def test_it_reaches_the_optimum_of_the_bundled_task(tmp_path: Path, launcher: Launcher) -> None:

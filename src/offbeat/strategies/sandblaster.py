@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 
 from offbeat.errors import StrategyError
+from offbeat.protocols.sandblaster.messages import IterationEnd
 from offbeat.protocols.servers.consistency import Rule
 from offbeat.runtime.groups.coordinated_group import CoordinatedGroup
 from offbeat.runtime.groups.group import Group
@@ -133,11 +136,51 @@ class SandblasterWorker(Exchange):
         self.link = ShardLink(strategy.plan(group.client.plan), group.rank, membership.check)
         self.latest: dict[str, Any] = {}
         """Figures of the latest iteration."""
+        self.evaluations = 0
+        """Evaluations of the run so far."""
+        self._iteration = 0
+        self._files: Path | None = None  # Of the checkpoint that the run is resumed from.
         group.client.tell(self.link.viewed)
 
     def install(self, model: nn.Module) -> None:
         """Refuse models whose loss is not a function of the parameters alone."""
         check_model(model, self._strategy)
+
+    def start(self, row: NDArray[Any]) -> None:
+        """Give the shards what they begin with: by the first worker, or the next one if it dies meanwhile."""
+        membership = self.group.membership
+        self.link.begin(row, self._iteration)
+        leader = -1
+        while leader not in membership.present:
+            leader = membership.leader()
+            if leader == self.group.rank and self._files is not None:
+                self.link.restore(self._files)
+            elif leader == self.group.rank:
+                self.link.load(row)
+            self.group.barrier("the sharing of the first parameters")
+
+    def ended(self, end: IterationEnd) -> int:
+        """An iteration is over; returns how many evaluations it took."""
+        made, self.evaluations = end.evaluations - self.evaluations, end.evaluations
+        self._iteration = end.iteration
+        self.latest = {"gradient": end.gradient, "evaluations": end.evaluations}
+        return made
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the run has come; registers and history are in files of their own."""
+        return {"iteration": self._iteration, "evaluations": self.evaluations}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._iteration, self.evaluations = int(state["iteration"]), int(state["evaluations"])
+
+    def write_files(self, folder: Path) -> None:
+        """Write the shards' registers and memories, one register after the other."""
+        self.link.write_files(folder)
+
+    def resume_files(self, folder: Path) -> None:
+        """The run is resumed from the files of this checkpoint."""
+        self._files = folder
 
     def weigh(self, examples: int, total: int | None) -> None:
         """Portions have their weights."""

@@ -35,15 +35,15 @@ def sandblast(task: AnyTask, team: Team) -> None:
     model, every = portions.model, cast("Task", task).evaluate_every or 1
     team.prepare(portions)
     team.resume()
-    _load(portions, team, worker)
+    worker.start(portions.row)
     validate = scorer(cast("Task", task), model, team, data.validation)
     portions.check_random()
     stopped = ""
     while team.boundary() and not stopped:
         team.begin_step()
         with team.stopwatch.spent_on("communicate"):
-            end = worker.link.iterate(portions.row, portions.compute)
-            portions.move(worker.link.read(portions.row))
+            end = worker.link.iterate(portions.compute)
+            portions.move(worker.link.read())
             # No worker begins the next iteration while another still reads the parameters of this one.
             team.group.barrier("the parameters of an iteration")
         stopped = end.stopped
@@ -58,24 +58,11 @@ def sandblast(task: AnyTask, team: Team) -> None:
     write_model({k: value for k, value in model.state_dict().items() if isinstance(value, Tensor)}, team)
 
 
-def _load(portions: PortionGradients, team: Team, worker: SandblasterWorker) -> None:
-    """Give the shards what they begin with: by the first worker, or the next one if it dies meanwhile."""
-    membership = team.group.membership
-    leader = -1
-    while leader not in membership.present:
-        leader = membership.leader()
-        if leader == team.group.rank:
-            worker.link.load(portions.row)
-        team.group.barrier("the sharing of the first parameters")
-
-
 def _account(end: IterationEnd, team: Team, worker: SandblasterWorker, examples: int) -> None:
     """Count an iteration, and keep its figures for metrics and result."""
-    before = cast("Mapping[str, Any]", team.notes.get("sandblaster", {})).get("evaluations", 0)
     team.ledger.steps += 1
-    team.ledger.samples += examples * (end.evaluations - before)
+    team.ledger.samples += examples * worker.ended(end)
     team.reports.last_loss = end.loss
-    worker.latest = {"gradient": end.gradient, "evaluations": end.evaluations}
     team.notes["sandblaster"] = figures_of(end)
 
 
@@ -126,7 +113,7 @@ class PortionGradients:
         return {"parameters": torch.from_numpy(self.row.copy())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from these parameters; the history of L-BFGS begins anew."""
+        """Continue from these parameters."""
         self.move(cast("Tensor", state["parameters"]).numpy())
 
     def _put(self, row: Row) -> None:

@@ -147,6 +147,7 @@ class Recovered(Struct, frozen=True, tag=True):
     """From a shard: its memory, as the payload."""
 
     number: int
+    registers: tuple[str, ...] = ()
 
 
 class LoadVector(Struct, frozen=True, tag=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 from offbeat.protocols.machine import Done, Effect, Effects, Event, Name, Payload, Received, Timer
 from offbeat.protocols.sandblaster import messages as msg
-from offbeat.protocols.sandblaster.shard import CommandedShard
+from offbeat.protocols.sandblaster.shard import CommandedShard, packed
 from offbeat.protocols.servers.messages import (
     COORDINATOR,
     ClusterView,
@@ -57,6 +57,8 @@ class VectorShard:
                 self.shard.carried_out(number, values)
                 if self.fence.serving:
                     out.send(sender, msg.Scalars(number, self.shard.memory.values))
+            case Done(("memory", str(sender), int(number)), names):
+                out.send(sender, msg.Recovered(number, tuple(names)), packed(self.shard.memory))
             case Done(("read", str(sender), int(number)), Payload() as row):
                 out.send(sender, msg.Values(number), row)
             case Timer():

@@ -41,6 +41,10 @@ class FetchRegister(Struct, frozen=True):
     register: str
 
 
+class ListRegisters(Struct, frozen=True):
+    """Work: the result is the names of all registers."""
+
+
 def packed(memory: msg.ShardMemory) -> Payload:
     """A memory as a payload: with many portions it is too long for a header."""
     data = msgpack.encode(memory)
@@ -140,7 +144,7 @@ class CommandedShard:
                 if 0 <= term < memory.term:
                     out.send(sender, Fenced(memory.term))
                 elif term in (-1, memory.term):
-                    out.send(sender, msg.Recovered(number), packed(memory))
+                    out.start(ListRegisters(), ("memory", sender, number))
                 return term <= memory.term
             case msg.LoadVector(number) | msg.LoadMemory(number):
                 if (sender, number) not in self._loaded:

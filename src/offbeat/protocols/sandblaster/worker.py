@@ -35,10 +35,11 @@ class TakePart(Struct, frozen=True):
 
 
 class TakeMemory(Struct, frozen=True):
-    """Work: a shard's memory is here."""
+    """Work: a shard's memory is here, and the names of its registers."""
 
     shard: int
     memory: Payload
+    registers: tuple[str, ...]
 
 
 class Ready(Struct, frozen=True):
@@ -74,9 +75,12 @@ class PortionWorker:
         """Send a register of this type to the shards, that of the parameters first; `Ready` follows."""
         return self._ask_shards(msg.LoadVector, parts, kind=kind, register=register, epoch=self._view.epoch)
 
-    def restore(self, memories: Sequence[Payload], iteration: int) -> Sequence[Effect]:
-        """Send the shards their memories after an iteration; `Ready` follows."""
+    def go_on_from(self, iteration: int) -> None:
+        """So many iterations are over: those of an earlier part of the run."""
         self._iteration = iteration
+
+    def restore(self, memories: Sequence[Payload]) -> Sequence[Effect]:
+        """Send the shards their memories, after all registers; `Ready` follows."""
         return self._ask_shards(msg.LoadMemory, memories, epoch=self._view.epoch)
 
     def read(self, register: str = msg.PARAMETERS) -> Sequence[Effect]:
@@ -159,7 +163,7 @@ class PortionWorker:
                 if not self._open:
                     self._have_parameters()
             case msg.Recovered():
-                self._out.start(TakeMemory(server, payload))
+                self._out.start(TakeMemory(server, payload, message.registers))
                 if not self._open:
                     self._out.start(Ready())
             case msg.Accepted() if not self._open:

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
 
+from offbeat.errors import CheckpointError
 from offbeat.protocols.machine import Effect, Event, Payload, Received
 from offbeat.protocols.partition import share
-from offbeat.protocols.sandblaster.messages import IterationEnd
-from offbeat.protocols.sandblaster.worker import Compute, Computed, PortionWorker, Ready, TakePart
+from offbeat.protocols.sandblaster.messages import PARAMETERS, IterationEnd
+from offbeat.protocols.sandblaster.worker import Compute, Computed, PortionWorker, Ready, TakeMemory, TakePart
 from offbeat.protocols.servers.messages import COORDINATOR, ClusterView, Viewed
 from offbeat.runtime.messages import Driver, Endpoint, Inbox
 from offbeat.runtime.sandblaster.plan import CountingCodec, SandblasterPlan
 from offbeat.runtime.servers.plan import Lines
+from offbeat.runtime.state.checkpoint import write_tensors
 
 Row = NDArray[Any]
 Portion = Callable[[int, Row], tuple[float, Row]]
 """A portion's share of loss and gradient at these parameters."""
+MEMORIES = "shards.msgpack"
+"""The file of a checkpoint with what shards know beside their registers."""
+_NUMBERS = "numbers"
 _SLICE = 0.5
+
+
+def _file_of(register: str) -> str:
+    return f"register-{register}.safetensors"
 
 
 class ShardLink:
@@ -35,6 +48,7 @@ class ShardLink:
         self._inbox = Inbox(self._endpoint)
         self._driver = Driver(self._machine, self._endpoint, self._work, self._inbox, self._meet)
         self._ready: Ready | None = None
+        self._memories: dict[int, TakeMemory] = {}
         self._row: Row = np.empty(0)
         self._compute: Portion | None = None
 
@@ -48,16 +62,47 @@ class ShardLink:
         self._row = row.copy()
         self._wait(self._machine.load(row.dtype.name, self._parts(self._row)))
 
-    def read(self, like: Row) -> Row:
-        """The parameters that the last iteration ended with."""
-        self._row = np.empty_like(like)
-        self._wait(self._machine.read())
+    def read(self, register: str = PARAMETERS) -> Row:
+        """A register as the last iteration has left it: by default the parameters."""
+        self._row = np.empty_like(self._row)
+        self._wait(self._machine.read(register))
         return self._row
 
-    def iterate(self, like: Row, compute: Portion) -> IterationEnd:
+    def write_files(self, folder: Path) -> None:
+        """Write all that shards and coordinator go on from: a file for each register, so that one is held at a time."""
+        self._memories = {}
+        self._wait(self._machine.inspect())
+        memories = [bytes(self._memories[shard].memory.handle) for shard in range(self._plan.shards)]
+        (folder / MEMORIES).write_bytes(msgspec.msgpack.encode(memories))
+        for register in self._memories[0].registers:
+            row = torch.from_numpy(self.read(register))
+            write_tensors(folder / _file_of(register), {_NUMBERS: row}, {"register": register})
+
+    def restore(self, folder: Path) -> None:
+        """Give the shards all that was written; called by one worker."""
+        memories = msgspec.msgpack.decode((folder / MEMORIES).read_bytes(), type=list[bytes])
+        if len(memories) != self._plan.shards:
+            raise CheckpointError(
+                f"{folder} has the history of {len(memories)} shards, and sums over other parts of vectors round "
+                f"otherwise, so that it cannot go on to the same bits on {self._plan.shards}. Resume with "
+                f"shards={len(memories)}."
+            )
+        files = {file.name: file for file in folder.glob(_file_of("*"))}
+        first = files.pop(_file_of(PARAMETERS))
+        for file in (first, *(files[name] for name in sorted(files))):
+            with safe_open(file, "numpy") as content:
+                register, row = content.metadata()["register"], content.get_tensor(_NUMBERS)
+            self._row = row
+            self._wait(self._machine.load(row.dtype.name, self._parts(row), register))
+        self._wait(self._machine.restore([Payload(len(data), data) for data in memories]))
+
+    def begin(self, like: Row, iteration: int) -> None:
+        """Vectors are like this one, and so many iterations are over: those of an earlier part of the run."""
+        self._row = np.empty_like(like)
+        self._machine.go_on_from(iteration)
+
+    def iterate(self, compute: Portion) -> IterationEnd:
         """Compute portions until the iteration is over."""
-        if self._row.shape != like.shape:
-            self._row = np.empty_like(like)
         self._compute = compute
         end = self._wait(self._machine.iterate()).end
         if end is None:
@@ -100,6 +145,8 @@ class ShardLink:
             case Compute(_, portion) if self._compute is not None:
                 loss, gradient = self._compute(portion, self._row)
                 return Computed(loss, self._parts(gradient))
+            case TakeMemory(shard):
+                self._memories[shard] = work
             case Ready():
                 self._ready = work
             case _:

@@ -40,6 +40,8 @@ class Registers:
                 self.gather(portion, np.frombuffer(gradient.handle, dtype=self.row(msg.PARAMETERS).dtype))
             case shard.LoadRegister(register, kind, numbers):
                 self.load(np.frombuffer(numbers.handle, dtype=kind), register)
+            case shard.ListRegisters():
+                return tuple(self._rows)
             case shard.FetchRegister(register):
                 row = self.row(register)
                 return Payload(row.nbytes, row)

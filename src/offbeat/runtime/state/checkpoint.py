@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -68,8 +68,18 @@ class Checkpoints:
         # What must match for a run to resume from one of them, as it will be read: tuples become lists.
         self.identity: dict[str, Any] = json.loads(json.dumps(dict(identity)))
 
-    def save(self, step: int, shared: Mapping[str, Any], own: Mapping[str, Any], summary: Mapping[str, Any]) -> Path:
-        """Write the leader's shared state and each worker's own; a collective call."""
+    def save(
+        self,
+        step: int,
+        shared: Mapping[str, Any],
+        own: Mapping[str, Any],
+        summary: Mapping[str, Any],
+        files: Sequence[Callable[[Path], None]] = (),
+    ) -> Path:
+        """Write the leader's shared state and each worker's own; a collective call.
+
+        The leader calls `files` with the folder, to add further ones.
+        """
         leader = self._group.membership.leader()
         leads = leader == self._group.rank
         # Machines that share no files have a folder each, with the parts of their own workers.
@@ -84,6 +94,8 @@ class Checkpoints:
         def write() -> None:
             if leads:
                 write_state(draft / _SHARED, shared)
+                for add in files:
+                    add(draft)
             write_state(draft / file_of(self._group.rank), own)
 
         def finish() -> None:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from offbeat.errors import CheckpointError
 from offbeat.runtime.data.loaders import Loader
 from offbeat.runtime.groups.group import Group
-from offbeat.runtime.state.checkpoint import Checkpoints, newest_step
+from offbeat.runtime.state.checkpoint import Checkpoints, newest, newest_step
 from offbeat.runtime.state.snapshots import CutWriter, SnapshotCut, discard
 from offbeat.runtime.state.tensor_tree import like
 
@@ -34,6 +34,19 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
         """Restore the state."""
+        ...
+
+
+@runtime_checkable
+class Filing(Protocol):
+    """Adds files of its own to checkpoints, for what no worker should have to hold at once."""
+
+    def write_files(self, folder: Path) -> None:
+        """Write them; called by the worker that leads, while the others wait."""
+        ...
+
+    def resume_files(self, folder: Path) -> None:
+        """The run is resumed from these files, which stay there until the next checkpoint."""
         ...
 
 
@@ -253,7 +266,8 @@ class Memory:
             shared = {**held.replicas(), "others": held.other_states()}
             things = {name: thing.state_dict() for name, thing in self._own.items()}
             own = self._state({} if self._replicated else held.replicas(), things, at_end, step=step, **notes)
-            self._checkpoints.save(step, shared, own, {"step": step})
+            files = [thing.write_files for thing in self._own.values() if isinstance(thing, Filing)]
+            self._checkpoints.save(step, shared, own, {"step": step}, files)
         self.due = False
         self._written_at = step
         self._since = time.monotonic()
@@ -312,9 +326,12 @@ class Memory:
         held.load_buffers(own["buffers"])
         held.load_trainable(own["trainable"])
         held.load_others(shared["others"])
+        path = None if self._checkpoints is None else newest(self._checkpoints.folder)
         for name, thing in self._own.items():
             if name in own["things"]:
                 thing.load_state_dict(own["things"][name])
+            if isinstance(thing, Filing) and path is not None:
+                thing.resume_files(path)
         self._written_at = own["notes"]["step"]
 
 

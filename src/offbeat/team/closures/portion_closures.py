@@ -46,7 +46,6 @@ class PortionClosures:
         self._handles: list[RemovableHandle] = []
         self._parameters: list[Tensor] = []
         self._row: Row = np.empty(0)
-        self._evaluations = 0
         self._probes = 2  # The closure is tried before the first two iterations.
 
     def loader(self, original: Iterable[Any], split: bool) -> PortionLoader:
@@ -116,14 +115,14 @@ class PortionClosures:
         if not self._row.size:
             self._start()
         # Torch computes the loss at the start of each step, and counts it; here the first iteration does.
-        loss, evaluations = math.nan, int(self._evaluations > 0)
+        loss, evaluations = math.nan, int(self._worker.evaluations > 0)
         for _ in range(int(group["max_iter"])):
             if self._probes:
                 self._probes -= 1
                 self._probe(closure)
-            before = self._evaluations
+            before = self._worker.evaluations
             end = self._iterate(closure)
-            loss, evaluations = end.loss, evaluations + self._evaluations - before
+            loss, evaluations = end.loss, evaluations + self._worker.evaluations - before
             if end.stopped or evaluations >= int(group["max_eval"]):
                 break
         return (optimizer, partial(self._finished, loss)), {}
@@ -144,22 +143,18 @@ class PortionClosures:
         self._resume()
         place.watch.first_gradients.settled = True  # Trying the closure computes the same batches everywhere.
         self._row = parameters_to_vector(self._parameters).detach().cpu().numpy().copy()
-        if place.group.membership.leads:
-            self._worker.link.load(self._row)
-        place.group.barrier("the sharing of the first parameters")
+        self._worker.start(self._row)
 
     def _iterate(self, closure: Closure) -> IterationEnd:
         place, link = self._place, self._worker.link
         with place.stopwatch.spent_on("communicate"):
-            end = link.iterate(self._row, partial(self._compute, closure))
-            self._row = link.read(self._row).copy()
+            end = link.iterate(partial(self._compute, closure))
+            self._row = link.read().copy()
             self._put(self._row)
             # No worker begins the next iteration while another still reads the parameters of this one.
             place.group.barrier("the parameters of an iteration")
-        made, self._evaluations = end.evaluations - self._evaluations, end.evaluations
-        place.ledger.samples += made * sum(loader.examples for loader in self._loaders)
+        place.ledger.samples += self._worker.ended(end) * sum(loader.examples for loader in self._loaders)
         place.reports.last_loss = end.loss
-        self._worker.latest = {"gradient": end.gradient, "evaluations": end.evaluations}
         place.notes["sandblaster"] = figures_of(end)
         return end
 
