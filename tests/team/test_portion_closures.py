@@ -35,12 +35,10 @@ class Link:
     def load(self, row: np.ndarray) -> None:
         self._registers.load(row)
 
-    def read(self, like: np.ndarray) -> np.ndarray:
-        del like
+    def read(self) -> np.ndarray:
         return self._registers.row(PARAMETERS)
 
-    def iterate(self, like: np.ndarray, compute: Callable[..., Any]) -> IterationEnd:
-        del like
+    def iterate(self, compute: Callable[..., Any]) -> IterationEnd:
         asking = self._optimizer.iterate()
         answer, registers = None, self._registers
         while True:
@@ -61,6 +59,18 @@ class Link:
                 answer = (sum(losses),)
             else:
                 answer = reduced(request, [registers.carry_out(encoded(request, self._sent))])
+
+
+class Searching:
+    """A worker's exchange with that shard."""
+
+    def __init__(self) -> None:
+        self.link, self.evaluations = Link(), 0
+        self.start = self.link.load
+
+    def ended(self, end: IterationEnd) -> int:
+        made, self.evaluations = end.evaluations - self.evaluations, end.evaluations
+        return made
 
 
 class Bench:
@@ -88,7 +98,7 @@ class Bench:
             reports=SimpleNamespace(last_loss=0.0),
         )
         self.place = place
-        worker: Any = SimpleNamespace(link=Link(), latest={})
+        worker: Any = Searching()
         self.closures = PortionClosures(place, STRATEGY, worker, lambda: None)
 
     def prepare(self) -> Bench:
