@@ -13,6 +13,7 @@ from sandblaster_tasks import Exact, Wide
 from offbeat.errors import RunError, StrategyError, WorkerError
 from offbeat.run.drive import drive, fit
 from offbeat.run.job import Job, target_of
+from offbeat.runtime.hosts import Host, Hosts
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.runtime.run.result import Result
@@ -55,6 +56,16 @@ def test_iterates_are_those_of_torch(workers: int, steps: int, tmp_path: Path, l
     assert (weights(result) - by_torch(Exact(), figures["iterations"])).abs().max() < 1e-6
     assert sum(figures["portions"].values()) >= 12 * figures["evaluations"]
     assert result.bytes_sent > 0
+
+
+def test_iterates_are_the_same_over_hosts(networks: None, tmp_path: Path, launcher: Launcher) -> None:
+    hosts = Hosts((Host("a", 1, rate="1Gbit"), Host("b", 1)))
+    strategy = "sandblaster(shards=2, replicas=1, portions=12)"  # Copies of a shard are on different hosts.
+    apart = fit(Exact(), strategy, hosts=hosts, steps=8, threads=1, out=tmp_path / "apart", launcher=launcher)
+    here = fit(Exact(), strategy, workers=2, steps=8, threads=1, out=tmp_path / "here", launcher=launcher)
+    assert torch.equal(weights(apart), weights(here))
+    assert apart.sandblaster["evaluations"] == here.sandblaster["evaluations"]
+    assert set(apart.sandblaster["portions"]) == {"worker 0", "worker 1"}
 
 
 def test_a_dead_workers_portions_are_handed_out_again(tmp_path: Path, launcher: Launcher) -> None:

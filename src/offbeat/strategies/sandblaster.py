@@ -83,14 +83,6 @@ class Sandblaster(Exchanging):
             return "each worker computes with the whole model"
         return None
 
-    def check_hosts(self, hosts: int) -> None:
-        """Refuse several hosts: shards listen in a private folder."""
-        if hosts > 1:
-            raise StrategyError(
-                f"{self} runs on one host: its shards listen in a folder of that host. Put all workers on one host, or "
-                f"use server."
-            )
-
     def check_task(self, task: AnyTask) -> None:
         """Refuse tasks without gradients."""
         if isinstance(task, IterativeTask):
