@@ -19,6 +19,7 @@ _PATTERNS = (
     r"chaos/stage_faults\.py::.*\[(?![01]\])",
     r"chaos/snapshots\.py::.*\[\d-25\]",
     r"chaos/mutated_messages\.py::.*\[1000000\]",
+    r"test_step_totals\.py::.*random_worlds\[2000\]",
     r"chaos/mutated_programs\.py::.*\[(1000000|10000)\]",
     r"chaos/torchs_own\.py::.*-all\]",
     r"test_contracts\.py::.*\[(coded-4|elastic\(period=2,asynchronous=False\)-3)-(?!exact|uneven)",

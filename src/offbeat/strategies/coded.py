@@ -65,7 +65,7 @@ class Coded(ServerExchanging):
         """A cyclic step has several batches already."""
         if other.axis is Axis.WHEN and self.code == "cyclic":
             return "the loop gets the slices of a cyclic step as separate batches, and the step ends with the last"
-        return None
+        return super().refuses(other)
 
     @property
     def rule(self) -> Rule:

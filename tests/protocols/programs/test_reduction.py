@@ -140,7 +140,7 @@ def test_what_does_not_end_or_grows_without_bound_ends_in_an_error(text: str, st
     begin = time.process_time()
     with pytest.raises(ProgramError, match=r"budget of|nodes, the limit of its size"):
         reduce(parse(text), strategy)
-    assert time.process_time() - begin < 30, "a budget bounds the time"
+    assert time.process_time() - begin < (1 if text == OMEGA else 30), "a budget bounds the time"
 
 
 def test_a_smaller_budget_ends_sooner() -> None:

@@ -69,6 +69,29 @@ def test_sums_are_the_same_on_all_shards_under_random_faults(seed: int, rule: Ru
     assert first
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("worlds", [20, 2_000])
+def test_sums_are_the_same_on_all_shards_in_random_worlds(worlds: int) -> None:
+    for seed in range(worlds):
+        random = Random(seed)
+        setting = Setting(
+            workers=random.randint(1, 4),
+            shards=random.randint(2, 3),
+            replicas=random.randint(0, 2),
+            rule=random.choice([RULE, *CLOSING]),
+            steps=random.randint(3, 8),
+            parts=random.choice([1, 1, 2]),
+            together=random.random() < 0.6,
+            pace=random.choice([0.01, 0.05, 0.3]),
+            renews=random.choice([None, 0.3]),
+        )
+        jitter, loss = random.choice([0.0, 0.02, 0.1]), random.choice([0.0, 0.03, 0.08])
+        world = World(setting, seed, LossyNetwork(delay=0.01, jitter=jitter, loss=loss, duplicate=0.1, until=CALM))
+        add_faults(world, random)
+        first, *others = totals_of(world.run().check())
+        assert all(other == first for other in others), f"seed {seed}"
+
+
 def test_a_step_in_which_a_shard_has_nothing_to_sum_is_refused_on_all() -> None:
     world = World(Setting(workers=1, shards=2, steps=4, rule=RULE), unfit=[(0, 2)]).run().check()
     assert [len(own) for own in totals_of(world)] == [3, 3]

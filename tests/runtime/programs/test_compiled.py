@@ -106,6 +106,7 @@ EVERY_OPERATION: list[tuple[str, Callable[..., Any]]] = [
     ("w + dot w g + norm g + sum w + length w", lambda w, g: w + w @ g + g.norm() + w.sum() + LENGTH),
     ("w + (g - w) * 0.25", lambda w, g: w + (g - w) * 0.25),
     ("g * norm (g / norm w)", lambda w, g: g * (g / w.norm()).norm()),
+    ("w * largest g - largest (0 - w)", lambda w, g: w * g.max() + w.min()),
     ("w * mean g", lambda w, g: w * g.mean()),
     ("w * 0 + 2", lambda *vectors: torch.full_like(vectors[0], 2.0)),
     ("g", lambda *vectors: vectors[1]),

@@ -31,12 +31,12 @@ from offbeat.runtime.groups.group import Group
 from offbeat.runtime.run.stopwatch import Stopwatch
 from offbeat.runtime.servers.updater import Recipe, settings_of
 from offbeat.runtime.state.snapshots import SnapshotCut
-from offbeat.strategies._base import require
+from offbeat.strategies._base import Axis, Strategy, require
 from offbeat.strategies.servers.driver import CompressedPushes, PushQueue, ServerDriver
 from offbeat.strategies.servers.link import ServerLink, served
 from offbeat.strategies.servers.optimizer import Groups, ServerOptimizer
 from offbeat.strategies.servers.parameter_row import ParameterRow, refuse_different_models
-from offbeat.strategies.servers.shard_sums import refuse_partial_sums, sum_over_shards
+from offbeat.strategies.servers.shard_sums import sum_over_shards
 from offbeat.strategies.servers.update import ServerUpdate
 from offbeat.strategies.worker.exchange import Exchange, Exchanging, averaged_buffers, refuse_closure
 
@@ -70,6 +70,20 @@ class ServerExchanging(Exchanging):
     @abstractmethod
     def rule(self) -> Rule:
         """How far workers may be apart, and how servers combine their pushes."""
+
+    def refuses(self, other: Strategy) -> str | None:
+        """Refuse what keeps an update with sums over the whole vector from having them."""
+        if self.program is not None and self.program.whole:
+            if other.axis is Axis.SPLIT:
+                return (
+                    "the update looks at the whole vector (norm, sum, …), and each worker has a part of the model only"
+                )
+            if other.axis is Axis.COMPRESSION and self.shards > 1 and not self.rule.aggregated:
+                return (
+                    f"the update looks at the whole gradient (norm, sum, …), which workers sum up for the shards under "
+                    f"{self.rule}, and of a compressed one shards get other numbers: use shards=1 or bsp"
+                )
+        return super().refuses(other)
 
     def servers(self, workers: int) -> tuple[int, int, Rule]:
         """Shards, further copies of each, and the rule."""
@@ -185,8 +199,7 @@ class PushWorker(Exchange):
         landing = torch.empty_like(row.values) if self.keeps_apart else row.values
         self.driver = ServerDriver(link, row, self._rhythm, PushQueue(link, row, optimizer, pushes), landing)
         self.recipes = optimizer.recipes(row, link.shards, self.compressions, self.seed)
-        if self.update is not None and self.update.whole and len(link.client.view.primaries) > 1:
-            refuse_partial_sums(self.strategy, link, self.compressions)
+        if self.update is not None and self.update.whole and link.shards > 1:
             self.recipes = sum_over_shards(self.update, self.recipes, row, link.rule, self.driver.queue)
         self.driver.put(optimizer.first_states(row, self.recipes))
 
