@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,9 @@ from conftest import wait_until
 from offbeat.errors import MachineLostError, UsageError
 
 pytestmark = pytest.mark.slow
-ray: Any = pytest.importorskip("ray", reason="Ray is not installed: pip install 'offbeat[ray]'")
+if importlib.util.find_spec("ray") is None and not os.environ.get("CI"):
+    pytest.skip("Ray is not installed: pip install 'offbeat[ray]'", allow_module_level=True)
+ray: Any = importlib.import_module("ray")
 
 
 @pytest.fixture(scope="module")

@@ -223,7 +223,8 @@ class Fleet:
     ) -> None:
         self.address = address
         own = {machine: Keys.generate() for machine in machines}
-        keys = Keys.generate([key.public for key in own.values()])
+        self._secrets = {machine: key.secret for machine, key in own.items()}
+        keys = self._keys = Keys.generate([key.public for key in own.values()])
         self._endpoint: Endpoint[Any] = Endpoint(
             "launcher", Codec(LinkMessage), bind=f"tcp://{address}:*", keys=keys, named_by_key=True
         )
