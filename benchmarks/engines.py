@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
-from ssh_machines import SshMachines, ssh_machines  # noqa: E402
+from ssh_machines import SshMachines, ssh_machines  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 import offbeat  # noqa: E402
 from offbeat.runtime.hosts import Hosts  # noqa: E402
