@@ -167,7 +167,7 @@ def test_a_refusal_can_be_printed_whatever_the_text_was() -> None:
     [
         ("ddp(bucket='big')", ["\"'big'\" cannot stand", RULE, "Write big without quotes", "at character 12 of"]),
         ("ddp + os.path", ["'os.path' cannot stand", RULE, "at character 7 of"]),
-        ("dpp", ["no strategy 'dpp'. Did you mean 'ddp'?", "at character 1 of"]),
+        ("dpp", ["Unknown strategy 'dpp'. Did you mean 'ddp'?", "at character 1 of"]),
         (
             "ddp(buckt=3)",
             ["no argument 'buckt'. Did you mean 'bucket'?", "ddp(bucket: float = 25.0, find_unused: bool"],
