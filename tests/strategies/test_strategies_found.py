@@ -92,7 +92,9 @@ def _package(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
 
 
 def test_an_unknown_name_lists_the_nearest() -> None:
-    with pytest.raises(StrategyError, match=r"Unknown strategy 'alreduce'. Did you mean 'allreduce'\? Valid: accumulate"):
+    with pytest.raises(
+        StrategyError, match=r"Unknown strategy 'alreduce'. Did you mean 'allreduce'\? Valid: accumulate"
+    ):
         lookup("alreduce")
 
 
