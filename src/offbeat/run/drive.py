@@ -217,7 +217,7 @@ def _launch(
             event_links(job, folder, there) as links,
             serving(job, folder, there) as servers,
             data_serving(job, there) as data,
-            settled(fleet, job, folder, servers, data) as machines,
+            settled(fleet, job, folder, servers, data, links.folder) as machines,
         ):
             collected.data = data
             if job.goal.watch:
@@ -237,7 +237,7 @@ def _launch(
                     watch.ended(outcome)
                     if outcome.role.kind == "server":
                         watch.lost_server(str(outcome.role), outcome)
-                forwarder = links.replacement(outcome)
+                forwarder = links.replacement(outcome, () if fleet is None else fleet.lost)
                 if forwarder is not None:
                     starter.add(forwarder)
                 reader = data.ended(outcome, collected.fired_for(outcome.role))
@@ -247,7 +247,7 @@ def _launch(
                 if new is not None:
                     data.worker_joins()
                     config = {**new.config, "disturbed": collected.fired_for(new)}
-                    starter.add(dataclasses.replace(new, config=config))
+                    starter.add(links.on_its_host(dataclasses.replace(new, config=config)))
 
             starter.run(
                 [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Generator
+from collections.abc import Container, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -29,7 +29,10 @@ class EventLinks:
     def __init__(self) -> None:
         self.roles: list[Role] = []
         self.source: EventSource | None = None  # Where the monitor's events come from; None: the run folder.
-        self._folders: dict[Path | None, Path] = {}  # The folder of each host's events, by its network.
+        self.folder: Path | None = (
+            None  # What the hosts' folders of events are in; on machines, a folder of the agent's.
+        )
+        self._folders: dict[tuple[Path | None, str], Path] = {}  # The folder of each host's events, by where it is.
         self._restarts = 0
 
     def connect(
@@ -37,10 +40,9 @@ class EventLinks:
     ) -> None:
         """Prepare a forwarder for each host, whose processes record into a folder of their own."""
         homes = {worker_name(rank): placed.seat(rank).host.host.name for rank in range(job.workers)}
-        self.source = LinkedSource(folder.path, homes, collection)
+        self.source, self.folder = LinkedSource(folder.path, homes, collection), at
         for number, there in enumerate(placed.hosts):
-            events = self._folders[there.network] = at / there.host.name
-            events.mkdir()
+            events = self._folders[there.network, there.machine] = at / there.host.name
             self.roles.append(
                 Role(
                     kind=FORWARDER,
@@ -58,23 +60,25 @@ class EventLinks:
                     serves=True,
                     expendable=True,
                     network=there.network,
+                    machine=there.machine,
                     name=f"{FORWARDER} {there.host.name}",
                 )
             )
 
     def on_its_host(self, role: Role) -> Role:
         """A worker or server that records its events where the forwarder of its host finds them."""
-        events = self._folders.get(role.network)
+        events = self._folders.get((role.network, role.machine))
         if events is None or role.kind not in ("worker", "server"):
             return role
         return dataclasses.replace(role, config={**role.config, "events": str(events)})
 
-    def replacement(self, outcome: RoleOutcome) -> Role | None:
-        """Another forwarder for one that has ended before the run has."""
-        if outcome.role.kind != FORWARDER or self._restarts >= MOST_RESTARTS:
+    def replacement(self, outcome: RoleOutcome, lost: Container[str]) -> Role | None:
+        """Another forwarder for one that has ended before the run has, unless its machine is lost."""
+        role = outcome.role
+        if role.kind != FORWARDER or role.machine in lost or self._restarts >= MOST_RESTARTS:
             return None
         self._restarts += 1
-        return outcome.role
+        return role
 
 
 @contextmanager

@@ -22,9 +22,10 @@ from offbeat.strategies.splitting.layouts import place_in_words
 def check_for_machines(job: Job) -> None:
     """Refuse what needs memory or files that machines do not share."""
     goal = job.goal
-    if goal.watch:
+    if goal.watch and goal.delivery == "time":
         raise UsageError(
-            "--watch reads memory that the workers of one machine write to, and cannot see other machines yet. Omit it."
+            "--delivery time compares times of events, and machines have clocks of their own, which can be seconds "
+            "apart. Use --delivery vector, the default."
         )
     if goal.tensorboard:
         raise UsageError("--tensorboard writes on the machine of worker 0, where nobody would look. Omit it.")
@@ -67,9 +68,12 @@ def placement(job: Job) -> list[str]:
 
 @contextmanager
 def settled(
-    fleet: Fleet | None, job: Job, folder: RunFolder, servers: Serving, data: DataServing
+    fleet: Fleet | None, job: Job, folder: RunFolder, servers: Serving, data: DataServing, events: Path | None = None
 ) -> Generator[Sequence[AgentLink]]:
-    """The links to the agents, with everything there that the run needs; in the end all of its files are here."""
+    """The links to the agents, with everything there that the run needs; in the end all of its files are here.
+
+    `events` is the folder that events are recorded in: forwarders send them, so that agents do not.
+    """
     if fleet is None:
         yield ()
         return
@@ -78,6 +82,8 @@ def settled(
     for plan in (servers.plan, data.plan):
         if plan is not None:
             moved[plan.folder] = "sockets"
+    if events is not None:
+        moved[str(events)] = "sockets"
     code = None
     if job.ship is not None:
         code = packed(job.ship)

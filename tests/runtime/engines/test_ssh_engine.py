@@ -21,7 +21,10 @@ from ssh_machines import SshMachines, command_of, ssh_machines
 import offbeat
 from conftest import wait_until
 from offbeat.errors import MachineLostError
+from offbeat.monitor import recorded
 from offbeat.runtime.agents.agent import sweep
+from offbeat.runtime.events.machines import machines_of
+from offbeat.runtime.events.recorder import Mark
 from offbeat.runtime.run.folder import MODEL_FILE
 
 pytestmark = pytest.mark.slow
@@ -61,6 +64,20 @@ def test_a_run_over_ssh_is_complete_at_home_and_resumes(machines: SshMachines, t
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
     assert steps[-1] == 30
+
+
+def test_a_monitored_run_is_judged_by_events_that_machines_send(machines: SshMachines, tmp_path: Path) -> None:
+    with machines.placed.inside():
+        result = offbeat.fit(
+            "offbeat.tasks.digits", hosts=machines.with_workers(1, 1), steps=20, target=2.0, out=tmp_path / "runs",
+            timeout=60, watch=True,
+        )  # fmt: skip
+    known = {machine.name: machine for machine in machines_of(Path(result.run))}
+    assert {name: machine.processes for name, machine in known.items()} == {"a": ("worker 0",), "b": ("worker 1",)}
+    assert all(machine.received > 20 and not machine.lost for machine in known.values())
+    for own in recorded(Path(result.run)).stamps.values():
+        assert [stamp.sequence for stamp in own if stamp.mark is Mark.STEP] == list(range(1, 21))
+        assert own[-1].mark is Mark.END
 
 
 def test_a_machine_that_dies_ends_the_run_and_is_named(machines: SshMachines, tmp_path: Path) -> None:

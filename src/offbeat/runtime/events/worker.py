@@ -23,7 +23,7 @@ DUMP_STACK: Final = signal.SIGRTMIN + 7  # The signal on which a worker dumps it
 @contextmanager
 def written_down(folder: Path, rank: int, ours: bool) -> Generator[None]:
     """Record the events of the body; `ours`: whether our backend stands in for Gloo."""
-    stack_file(folder, rank).parent.mkdir(exist_ok=True)
+    stack_file(folder, rank).parent.mkdir(parents=True, exist_ok=True)
     with stack_file(folder, rank).open("w") as stack:
         # Before events make this process known: an unhandled signal would end it.
         faulthandler.register(DUMP_STACK, stack, all_threads=False)
