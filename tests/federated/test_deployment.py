@@ -205,7 +205,6 @@ def test_another_model_or_task_is_refused_at_join_and_the_difference_is_named(de
     [
         ("allreduce", {}, "is not federated"),
         ("federated(clients=3, dropout=0.1)", {}, "those of simulated clients"),
-        ("federated(clients=3, fraction=1, algorithm=fedbuff(2))", {}, "fedbuff has no rounds"),
         ("federated(clients=3, fraction=0)", {}, "fraction"),
         ("federated(clients=3, fraction=1.5)", {}, "fraction"),
         ("federated(clients=3, fewest=4)", {}, "fewest"),

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offbeat.errors import DataError
+from offbeat.protocols.federated.buffered_turns import staleness_factor
 from offbeat.protocols.federated.plan import ClientSpeeds, RoundPlan
-from offbeat.simulate.federated import RoundOutcome, RoundProgress, VirtualRounds, staleness_factor
+from offbeat.simulate.federated import RoundOutcome, RoundProgress, VirtualRounds
 
 SPEEDS = ClientSpeeds(seconds=10, sigma=1.0, bandwidth=1000)
 

@@ -48,6 +48,7 @@ class WorkingClient:
         self.settled: dict[int, str] = {}
         self._examples, self._seconds = examples, seconds
         self._hangs: set[int] = set()
+        self._version = 0
         self._mute = False
 
     def begin(self, now: float) -> Sequence[Effect]:
@@ -65,7 +66,10 @@ class WorkingClient:
             case Timer(("trained", number)):
                 if self._mute:
                     return []
-                event = Done(("train", number), Trained(UpdateSent(number, 0.5, self._examples), Payload(MODEL_BYTES)))
+                event = Done(
+                    ("train", number),
+                    Trained(UpdateSent(number, 0.5, self._examples, version=self._version), Payload(MODEL_BYTES)),
+                )
             case _:
                 pass
         return self._performed(self.inner.on(event, now), now)
@@ -86,6 +90,7 @@ class WorkingClient:
                 return self._performed(self.inner.on(Done("ready", self._examples), now), now)
             case Train(task):
                 takes, lost = self._seconds(task)
+                self._version = task.version
                 if math.isinf(takes):
                     self._hangs.add(task.number)
                     return []
@@ -168,12 +173,13 @@ class SavedServer:
         match work:
             case Examine():
                 return ""
-            case AddUpdate(client, update):
-                self._begin(update.number)
+            case AddUpdate(client):
+                number = self.inner.state.number
+                self._begin(number)
                 if client in self._sum:
-                    self._disk.wrong.append(f"{client} was added twice in round {update.number}")
+                    self._disk.wrong.append(f"{client} was added twice in round {number}")
                 self._sum.add(client)
-                self._disk.pending.add((update.number, client))
+                self._disk.pending.add((number, client))
                 return ""
             case CloseRound(outcome):
                 self._begin(outcome.number)

@@ -287,7 +287,8 @@ class ClientWork:
         base = self._received(outfit, model)
         self._number = task.number
         score, scored = self._score(outfit, base) if task.score else (None, 0)
-        self._advance(outfit, task.number - 1)
+        asynchronous = outfit.rules.algorithm.buffer is not None
+        self._advance(outfit, task.version if asynchronous else task.number - 1)
         self.report(f"round {task.number}: training" + ("" if score is None else f" (score {score:.4g})"))
         visit = Visit(outfit.client, task.number, np.arange(size_of(outfit.data.train), dtype=np.int64))
         state = None if outfit.states is None else outfit.states.read(outfit.client, task.number)
@@ -307,7 +308,7 @@ class ClientWork:
             copy = update.detach().clone()
             self._unsent = ClientUpdate(outfit.client, copy, None, size, result.loss, result.examples, state)
             return self._held_back(task.number, copy, score, scored)
-        message = UpdateSent(task.number, result.loss, result.examples, score, scored)
+        message = UpdateSent(task.number, result.loss, result.examples, score, scored, task.version)
         extra = result.extra if outfit.layout.extra else None
         if own is None:
             return Trained(message, packed([update, extra]))

@@ -102,11 +102,6 @@ class Federation:
         rules = strategy.exchange
         if not isinstance(rules, Federated):
             raise StrategyError(f"{strategy} is not federated: say for example 'federated(clients=3, fraction=1)'.")
-        if rules.algorithm.buffer is not None:
-            raise StrategyError(
-                f"{rules.algorithm.name} has no rounds, and deployed clients work in rounds. Use another algorithm, or "
-                f"simulate."
-            )
         if rules.dropout or rules.speeds is not None:
             raise StrategyError(
                 "dropout and speeds are those of simulated clients; real ones have their own. Omit them."
@@ -337,9 +332,10 @@ class _Serving:
                 self._watcher.begin(folder, self._endpoint.address or "", self._federation)
                 self._drive()
             if machine.state.fruitless >= HOPELESS:
+                good = self._work.ledger.steps - (HOPELESS if machine.state.buffer is None else 0)
                 raise NonFiniteError(
                     f"in the last {HOPELESS} rounds no client sent an update that can be used. The model is that of "
-                    f"round {machine.state.number - HOPELESS}. What clients reported is above."
+                    f"round {good}. What clients reported is above."
                 )
         except BaseException as error:
             state = "failed" if isinstance(error, Exception) else "interrupted"

@@ -18,6 +18,7 @@ from offbeat.errors import RunError
 from offbeat.federated.description import describe, difference
 from offbeat.federated.store import ServerStore
 from offbeat.federated.vectors import UpdateFormat, packed
+from offbeat.protocols.federated.buffered_turns import ClientTurn, staleness_factor
 from offbeat.protocols.federated.federation_state import FederationState
 from offbeat.protocols.federated.messages import AddUpdate, CloseRound, DeployedRound, Examine, RoundClosed
 from offbeat.protocols.federated.secure.plan import SecureEncoding
@@ -25,6 +26,7 @@ from offbeat.protocols.federated.secure.recovery import Unmasking
 from offbeat.protocols.federated.secure_sums import SecureTerms
 from offbeat.protocols.machine import Payload
 from offbeat.runtime.federated.aggregation import ClientUpdate, Selected, alone
+from offbeat.runtime.federated.exact_sum import ExactSum
 from offbeat.runtime.federated.flat_model import FlatModel
 from offbeat.runtime.federated.local_training import LocalTrainer
 from offbeat.runtime.federated.noise import SystemNoise
@@ -33,7 +35,7 @@ from offbeat.runtime.federated.round_log import RoundLog
 from offbeat.runtime.federated.secure_mean import SecureMean
 from offbeat.runtime.run.folder import METRICS_FILE, MODEL_FILE, MetricsWriter
 from offbeat.runtime.run.metrics import Ledger
-from offbeat.simulate.federated import ClientTimes, Participant, RoundOutcome, RoundProgress
+from offbeat.simulate.federated import ClientTimes, Participant, RoundOutcome, RoundProgress, participant
 from offbeat.strategies._base import Combined
 from offbeat.strategies.federated.update_path import rules_of, update_path
 from offbeat.task import Task, TaskReference
@@ -143,10 +145,15 @@ class ServerWork:
             return str(error)
         if work.update.examples < 0:
             return f"it says that it went through {work.update.examples} examples"
+        kept = {"vectors": vectors, "loss": work.update.loss, "examples": work.update.examples}
+        if state.buffer is not None:  # How much it counts is known when the buffer is applied, in any order.
+            if not all(map(ExactSum.fits, vectors)):
+                return "it has NaN, or numbers too large to average"
+            self.store.write_update(state.number, work.client, kept)
+            return ""
         self._begin(number, state)
         if not self._added(work.client, vectors, work.update.loss, work.update.examples, state):
             return "it has NaN, or numbers too large to average"
-        kept = {"vectors": vectors, "loss": work.update.loss, "examples": work.update.examples}
         self.store.write_update(number, work.client, kept)
         return ""
 
@@ -162,9 +169,17 @@ class ServerWork:
             kept = self.store.read_update(number, client)
             self._added(client, kept["vectors"], kept["loss"], kept["examples"], state)
 
-    def _added(self, client: int, vectors: list[Tensor], loss: float, examples: int, state: FederationState) -> bool:
+    def _added(
+        self,
+        client: int,
+        vectors: list[Tensor],
+        loss: float,
+        examples: int,
+        state: FederationState,
+        factor: float = 1.0,
+    ) -> bool:
         extra = vectors[1] if len(vectors) > 1 else None
-        weight = float(_sizes(state)[client])
+        weight = _sizes(state)[client] * factor
         return self.path.aggregation.add(ClientUpdate(client, vectors[0], extra, weight, loss, examples))
 
     def secure_terms(self) -> SecureTerms | None:
@@ -196,9 +211,20 @@ class ServerWork:
             sums.begin(Selected(outcome.number, outcome.cohort, [float(sizes[client]) for client in outcome.cohort]))
             if not outcome.failed:
                 sums.receive(np.frombuffer(work.total, sums.encoding.dtype), outcome.participants)
+        elif state.buffer is not None:
+            self._apply_buffer(outcome, state)
         else:
             self._begin(outcome.number, state)
             sums.combine(alone)
+
+    def _apply_buffer(self, outcome: DeployedRound, state: FederationState) -> None:
+        """Add up the updates of the buffer: those of older models weigh less."""
+        sums, sizes = self.path.aggregation, _sizes(state)
+        sums.begin(Selected(outcome.number, outcome.cohort, [float(sizes[client]) for client in outcome.cohort]))
+        for turn in outcome.turns:
+            kept = self.store.read_update(outcome.number, turn.client)
+            self._added(turn.client, kept["vectors"], kept["loss"], kept["examples"], state, _factor(turn, outcome))
+        sums.combine(alone)
 
     def _close(self, work: CloseRound, state: FederationState) -> RoundClosed:
         model, sums, outcome = self.model, self.path.aggregation, work.outcome
@@ -257,17 +283,25 @@ class ServerWork:
 
     def _record(self, outcome: DeployedRound, updates: int) -> None:
         """Write the round down as a simulated one is."""
-        never, arrived, lost = math.inf, dict(outcome.arrived), dict(outcome.lost)
+        never, arrived, lost, asked = math.inf, dict(outcome.arrived), dict(outcome.lost), dict(outcome.asked)
         times = tuple(
-            ClientTimes(client, outcome.started, never, never, arrived.get(client, never), lost.get(client, never))
+            ClientTimes(
+                client,
+                asked.get(client, outcome.started),
+                never,
+                never,
+                arrived.get(client, never),
+                lost.get(client, never),
+            )
             for client in outcome.cohort
         )
+        came = (Participant(client, outcome.version, 1.0) for client in outcome.participants)
         self._log.write(
             RoundOutcome(
                 number=outcome.number,
                 version=self.model.progress.version,
                 cohort=outcome.cohort,
-                participants=tuple(Participant(client, outcome.version, 1.0) for client in outcome.participants),
+                participants=tuple(participant(turn, outcome.version) for turn in outcome.turns) or tuple(came),
                 late=outcome.late,
                 dropped=outcome.dropped,
                 started=outcome.started,
@@ -293,6 +327,10 @@ def score_on(task: Task, module: nn.Module, data: Any) -> float:
 def _closed_rounds(state: FederationState) -> int:
     """How many rounds are closed."""
     return state.number - (state.phase in ("gathering", "summing", "closing"))
+
+
+def _factor(turn: ClientTurn, outcome: DeployedRound) -> float:
+    return staleness_factor(outcome.version - turn.version)
 
 
 def _sizes(state: FederationState) -> Mapping[int, int]:

@@ -162,12 +162,13 @@ class Rounds:
         examples = [int(sizes[each.client]) for each in participants]
         for position in shares(participants, examples, team.size)[team.rank]:
             each = participants[position]
-            visit = Visit(each.client, outcome.number, self._parts.part(each.client))
+            # What a client draws follows from its turn, which is a round unless the server is asynchronous.
+            visit = Visit(each.client, each.turn or outcome.number, self._parts.part(each.client))
             state = None if self._states is None else self._states.read(each.client, outcome.number)
             base = learner.model.at(each.version)
             with self._attackers.training(each.client, outcome.number):
                 result = learner.result(visit, base, state)
-            update = path.filtered(result.update, each.client, outcome.number, state)
+            update = path.filtered(result.update, each.client, visit.number, state)
             update = self._attackers.attack(update, each.client, outcome.number)
             weight = examples[position] * each.factor
             sent = ClientUpdate(each.client, update, result.extra, weight, result.loss, result.examples, state)
@@ -175,7 +176,7 @@ class Rounds:
                 # Repeated after a resume, so the states of the last checkpoint's round must stay.
                 self._states.write(each.client, outcome.number, state, team.memory.written_at)
             if self.personal is not None:
-                self.personal.train(visit, base)
+                self.personal.train(visit, base, outcome.number)
 
     def _move(self, outcome: RoundOutcome) -> Callable[[Tensor], None] | None:
         """How the global model moves by the mean; None if too few updates counted."""

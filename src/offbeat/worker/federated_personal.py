@@ -54,13 +54,13 @@ class PersonalModels:
         self._states = ClientStates(folder / PERSONAL_FOLDER)
         self._own = PersonalTrainer(setting, learner.trainer(mixed(team.seed, STREAM), setting.epochs))
 
-    def train(self, visit: Visit, base: Tensor) -> None:
+    def train(self, visit: Visit, base: Tensor, number: int) -> None:
         """A client takes part in a round that starts from these global parameters: it trains its own model, too."""
         if not self._setting.trains_in_rounds:
             return
-        kept = self._own.in_round(visit, base, self._states.read(visit.client, visit.number))
+        kept = self._own.in_round(visit, base, self._states.read(visit.client, number))
         if kept is not None:
-            self._states.write(visit.client, visit.number, kept, self._team.memory.written_at)
+            self._states.write(visit.client, number, kept, self._team.memory.written_at)
 
     def scored(self) -> dict[str, Any]:
         """Score the global model and each client's own on what it holds out; of all clients, or a sample."""

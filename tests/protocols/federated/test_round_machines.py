@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from offbeat.errors import UsageError
 from offbeat.protocols.federated.federation_state import HOPELESS
 from offbeat.protocols.federated.messages import (
     SERVER,
@@ -393,8 +392,3 @@ def test_a_goodbye_or_a_leave_is_answered_and_the_end_needs_nobody_else() -> Non
     table.hear(1, ClientLeave())
     assert table.server.state.phase == "finished"
     assert table.server.state.round.scores == [(0.5, 10)]
-
-
-def test_asynchronous_plans_are_refused_with_the_reason() -> None:
-    with pytest.raises(UsageError, match="fedbuff has no rounds"):
-        Table(RoundPlan(clients=3, fraction=1.0, buffer=2))

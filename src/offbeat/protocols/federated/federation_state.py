@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from msgspec import Struct, field
 
+from offbeat.protocols.federated.buffered_turns import BufferState
 from offbeat.protocols.federated.messages import DeployedRound, Goodbye, UpdateSent
 from offbeat.protocols.federated.plan import RoundPlan, round_failure
 from offbeat.protocols.federated.roster import JoinedClient
@@ -24,6 +25,7 @@ class RoundStatus(Struct):
 
     cohort: list[int] = []
     came: list[int] = []  # Clients whose update counts, in the order in which they came.
+    late: list[int] = []  # Of an asynchronous server only: others are late when the round closes.
     dropped: list[int] = []
     refused: list[int] = []
     took: list[float] = []  # Seconds from the round's start to each update, without those of killed servers.
@@ -59,12 +61,26 @@ class FederationState(Struct):
     finished: list[int] = []  # Clients that have the final model.
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     fruitless: int = 0  # Rounds in a row without an update.
+    buffer: BufferState | None = None  # That of an asynchronous server.
     slowest: list[float] = []  # Seconds that the slowest client took, in each of the last rounds.
 
     @property
     def outstanding(self) -> list[int]:
         """Clients whose update is waited for."""
-        return self.round.outstanding if self.phase == "gathering" else []
+        if self.phase != "gathering":
+            return []
+        return self.round.outstanding if self.buffer is None else self.buffer.at_work
+
+    def due(self, client: int) -> int:
+        """The number of the task that a client has or had last: that of its turn, or of the round."""
+        if self.buffer is None:
+            return self.number
+        turn = self.buffer.turns.get(client)
+        return 0 if turn is None else turn.number
+
+    def takes_part(self, client: int) -> bool:
+        """Whether a client was selected for what is under way."""
+        return client in self.round.cohort if self.buffer is None else client in self.buffer.turns
 
     def awaits_sum(self, client: int) -> bool:
         """Whether a client has an update that is to be summed securely."""

@@ -64,7 +64,7 @@ class FederationKeeper(ABC):
             return math.inf
         took = state.round.took if state.phase == "gathering" else []
         patience = Patience(plan.patience, self._roster.patience)
-        return patience.wait(state.slowest, took, len(state.round.cohort), state.fruitless)
+        return patience.wait(state.slowest, took, len(state.round.cohort) or plan.needed, state.fruitless)
 
     def lose_patience(self, effects: Effects, now: float) -> None:
         """Go on without those who are still at work, if they have taken too long."""
@@ -73,15 +73,15 @@ class FederationKeeper(ABC):
         if self._state.phase == "gathering":
             self._overdue(effects, now)
         elif self._state.phase == "finishing":
-            self._leave_behind(self._without_final(now), now)
+            self._leave_behind(self._without_final(now), now - self._started)
             self.finish(effects, now)
 
-    def _leave_behind(self, clients: list[int], now: float) -> None:
+    def _leave_behind(self, clients: list[int], seconds: float) -> None:
         """These give signs of life, and are not waited for any more."""
         for client in clients:
             self._roster.stuck.add(client)
             words = (
-                f"still at work after {now - self._started:.3g} s, {self._plan.patience or 0:g} times as long as the "
+                f"still at work after {seconds:.3g} s, {self._plan.patience or 0:g} times as long as the "
                 f"slowest client so far took: not waited for any more (a deadline or --patience changes that)"
             )
             self.troubles.append((self._roster.name_of(client), ClientFailure(self._state.number, words, "")))
@@ -97,7 +97,7 @@ class FederationKeeper(ABC):
         else:
             score = every is not None and state.number > 1 and (state.number - 1) % every == 0
             accepted = state.accepted.get(client, 0)
-            effects.send(to, RoundTask(state.number, state.version, score, accepted), self._model)
+            effects.send(to, RoundTask(state.due(client), state.version, score, accepted), self._model)
 
     def closed(self, effects: Effects, now: float, result: RoundClosed) -> None:
         """The model has moved, or not: go on."""
@@ -135,7 +135,7 @@ class FederationKeeper(ABC):
         return [member.client for member in self._roster.present(now) if member.client not in over]
 
     def _settle(self, effects: Effects, client: int, fate: Fate, why: str = "") -> None:
-        effects.send(self._roster.name_of(client), Settled(self._state.number, fate, why))
+        effects.send(self._roster.name_of(client), Settled(self._state.due(client), fate, why))
 
     def on_sum(self, effects: Effects, now: float, event: Event) -> None:  # noqa: B027 - only secure sums have some
         """An event of a secure sum, which rounds of plain updates do not have."""
@@ -174,3 +174,14 @@ class FederationKeeper(ABC):
     @abstractmethod
     def _conclude(self, effects: Effects) -> None:
         """Have the model moved."""
+
+
+def missing_clients(roster: Roster, now: float, need: int, fewest: int) -> str:
+    """What is missing for a round that needs so many clients, and so many with examples; empty if nothing is."""
+    here = roster.present(now)
+    stuck = sum(member.client in roster.stuck for member in here)
+    able = sum(bool(member.examples) and member.client not in roster.stuck for member in here)
+    if len(here) >= need and able >= fewest:
+        return ""
+    words = f"{len(here):,} of {need:,} clients are there, {able:,} with examples"
+    return words + f", {stuck:,} still at work for an earlier round" * bool(stuck)

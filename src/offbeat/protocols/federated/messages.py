@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from offbeat.protocols.federated.buffered_turns import ClientTurn
 from offbeat.protocols.federated.secure.messages import SecureAnswer, SecureRequest
 from offbeat.protocols.federated.secure.plan import SecureEncoding
 from offbeat.protocols.machine import Name, Payload
@@ -51,6 +52,7 @@ class UpdateSent(Struct, frozen=True, tag=True):
     examples: int  # How many it went through, each epoch counted.
     score: float | None = None  # Of the model that it got, on its own data.
     scored: int = 0  # Examples of that score.
+    version: int = 0  # Of the model that it started from.
 
 
 class ClientFailure(Struct, frozen=True, tag=True):
@@ -249,6 +251,8 @@ class DeployedRound(Struct, frozen=True):
     scores: tuple[tuple[float, int], ...] = ()  # Of the model that they got, and on how many examples.
     arrived: tuple[tuple[int, float], ...] = ()  # Clients and when their updates came, as far as this process saw.
     lost: tuple[tuple[int, float], ...] = ()  # Clients and when they were given up.
+    turns: tuple[ClientTurn, ...] = ()  # Of an asynchronous server: those of the participants.
+    asked: tuple[tuple[int, float], ...] = ()  # Of an asynchronous server: clients and when they were asked.
 
 
 def patience_for(silence: float, nbytes: int) -> float:

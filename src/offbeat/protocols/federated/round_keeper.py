@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from offbeat.protocols.federated.federation_state import RoundStatus, outcome_of
-from offbeat.protocols.federated.keeper import FederationKeeper
+from offbeat.protocols.federated.keeper import FederationKeeper, missing_clients
 from offbeat.protocols.federated.messages import AddUpdate, ClientFailure, CloseRound, Settled, UpdateSent
 from offbeat.protocols.federated.patience import REMEMBERED
 from offbeat.protocols.federated.sampling import cohort
@@ -22,16 +22,11 @@ class RoundKeeper(FederationKeeper):
         state = self._state
         if state.phase != "waiting":
             return
-        here = self._roster.present(now)
         need = self._terms.first if state.number == 0 else self._plan.fewest
-        stuck = sum(member.client in self._roster.stuck for member in here)
-        able = sum(bool(member.examples) and member.client not in self._roster.stuck for member in here)
-        if len(here) < need or able < self._plan.fewest:
-            self.missing = f"{len(here):,} of {need:,} clients are there, {able:,} with examples"
-            self.missing += f", {stuck:,} still at work for an earlier round" * bool(stuck)
+        self.missing = missing_clients(self._roster, now, need, self._plan.fewest)
+        if self.missing:
             effects.timer(self._plan.beat, "look")
             return
-        self.missing = ""
         state.number += 1
         state.phase = "gathering"
         chosen: list[int] = cohort(self._plan, self._roster.sizes(now), self._terms.selection, state.number).tolist()
@@ -53,13 +48,13 @@ class RoundKeeper(FederationKeeper):
     def _overdue(self, effects: Effects, now: float) -> None:
         """Close the round without those who are still at work."""
         if self._plan.deadline is None:
-            self._leave_behind(self._state.outstanding, now)
+            self._leave_behind(self._state.outstanding, now - self._started)
         self.close(effects, now)
 
     def update(self, effects: Effects, now: float, client: int, update: UpdateSent, payload: Payload) -> None:
         """An update has come: add it, or refuse it."""
         state, to = self._state, self._roster.name_of(client)
-        if update.number == state.number and client in state.outstanding:
+        if client in state.outstanding and update.number == state.due(client):
             self._take(effects, now, client, update, payload)
         elif update.number == state.number and state.awaits_sum(client):
             state.counts["duplicates"] += 1
@@ -84,7 +79,7 @@ class RoundKeeper(FederationKeeper):
 
     def added(self, effects: Effects, now: float, client: int, number: int, why: str) -> None:
         """An update was added to the round's, or could not be."""
-        if number != self._state.number or client not in self._state.outstanding:
+        if client not in self._state.outstanding or number != self._state.due(client):
             return
         if why:
             self.refuse(effects, now, client, why)
@@ -109,6 +104,7 @@ class RoundKeeper(FederationKeeper):
             (self._roster.name_of(client), ClientFailure(self._state.number, f"update refused: {why}", ""))
         )
         self._settle(effects, client, "refused", why)
+        self._let_go(client)
         self._check(effects, now)
 
     def drop(self, effects: Effects, now: float, client: int) -> None:
@@ -116,7 +112,11 @@ class RoundKeeper(FederationKeeper):
         self._state.round.dropped.append(client)
         self._lost[client] = now
         self._state.counts["dropped"] += 1
+        self._let_go(client)
         self._check(effects, now)
+
+    def _let_go(self, client: int) -> None:
+        """A client takes no further part in this round: its status says so."""
 
     def _check(self, effects: Effects, now: float) -> None:
         """Close the round if it has all it needs, or nobody is waited for."""

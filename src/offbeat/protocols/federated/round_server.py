@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from offbeat.errors import UsageError
+from offbeat.protocols.federated.buffer_keeper import BufferKeeper
 from offbeat.protocols.federated.federation_state import FederationState, RoundTerms
 from offbeat.protocols.federated.keeper import FederationKeeper
 from offbeat.protocols.federated.messages import (
@@ -82,10 +82,6 @@ class RoundServer:
         secure: SecureTerms | None = None,
         peers: PeerList | None = None,
     ) -> None:
-        if plan.buffer is not None:
-            raise UsageError(
-                "fedbuff has no rounds, and deployed clients work in rounds. Use another algorithm, or simulate."
-            )
         self.name, self.plan, self.state = name, plan, state or FederationState()
         patience = patience_for(plan.silence, max(model.nbytes, update_bytes))
         self.roster = Roster(
@@ -100,11 +96,11 @@ class RoundServer:
             score_every=score_every,
         )
         parts = terms, self.state, self.roster, model
-        self._rounds: FederationKeeper = (
-            RoundKeeper(*parts)
-            if secure is None
-            else SummingKeeper(*parts, sums=SumKeeper(secure, self.roster, name, plan.beat))
-        )
+        if secure is not None:
+            sums = SumKeeper(secure, self.roster, name, plan.beat)
+            self._rounds: FederationKeeper = SummingKeeper(*parts, sums=sums)
+        else:
+            self._rounds = RoundKeeper(*parts) if plan.buffer is None else BufferKeeper(*parts)
         self._seed, self._strategy, self._federation = seed, strategy, federation
 
     @property
@@ -218,12 +214,13 @@ class RoundServer:
             self.roster.stuck.add(client)
         else:
             self.roster.stuck.discard(client)
-        if beat.examples >= 0 and client not in state.round.cohort:
+        if beat.examples >= 0 and not state.takes_part(client):
             member.examples = beat.examples
         if client in state.outstanding:
-            if beat.number == state.number and beat.activity == "sent":
-                effects.send(sender, Again(state.number))
-            elif beat.number != state.number or beat.activity == "idle":
+            due = state.due(client)
+            if beat.number == due and beat.activity == "sent":
+                effects.send(sender, Again(due))
+            elif beat.number != due or beat.activity == "idle":
                 self._rounds.ask(effects, now, client)
         elif state.awaits_sum(client):
             self._waits(effects, now, client, beat)

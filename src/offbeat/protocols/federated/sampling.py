@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 from typing import Final
 
 import numpy as np
@@ -57,14 +57,16 @@ class Succession:
         self.drawn = drawn
         self._numbers = SeededNumbers(seed, SUCCESSION)
 
-    def next(self, busy: Container[int]) -> int | None:
-        """A client that is not busy, uniformly at random; None if all are."""
+    def next(self, busy: Collection[int]) -> int | None:
+        """A client that is not busy, uniformly at random; None, and nothing is drawn, if all are."""
+        if len(busy) >= len(self.able) and all(client in busy for client in self.able.tolist()):
+            return None
         for _ in range(PATIENCE if len(self.able) else 0):
             client = int(self.able[int(self._draw() * len(self.able))])
             if client not in busy:
                 return client
         idle = [client for client in self.able.tolist() if client not in busy]
-        return idle[int(self._draw() * len(idle))] if idle else None
+        return idle[int(self._draw() * len(idle))]
 
     def _draw(self) -> float:
         self.drawn += 1

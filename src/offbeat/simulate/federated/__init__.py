@@ -9,7 +9,7 @@ from offbeat.simulate.federated.rounds import (
     RoundProgress,
     VirtualRounds,
     close,
-    staleness_factor,
+    participant,
 )
 
 __all__ = [
@@ -21,5 +21,5 @@ __all__ = [
     "RoundProgress",
     "VirtualRounds",
     "close",
-    "staleness_factor",
+    "participant",
 ]

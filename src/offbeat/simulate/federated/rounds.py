@@ -17,8 +17,9 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from offbeat.errors import DataError
+from offbeat.protocols.federated.buffered_turns import BufferedTurns, BufferState, ClientTurn, staleness_factor
 from offbeat.protocols.federated.plan import ClientSpeeds, RoundPlan, round_failure
-from offbeat.protocols.federated.sampling import SeededNumbers, Succession, cohort
+from offbeat.protocols.federated.sampling import SeededNumbers, cohort
 from offbeat.protocols.partition import mixed
 
 SPEEDS: Final = 0xC0411  # Which of a seed's streams of random numbers these are.
@@ -34,6 +35,7 @@ class Participant(Struct, frozen=True):
     client: int
     version: int  # Of the global model that it started from.
     factor: float  # What its update is multiplied by, besides its number of examples: less for stale ones.
+    turn: int = 0  # FedBuff: the number of its turn, from which its random numbers follow; 0: that of the round.
 
 
 class ClientTimes(Struct, frozen=True):
@@ -125,7 +127,7 @@ class VirtualRounds(Iterator[RoundOutcome]):
         self._chance = SeededNumbers(seed, FLIGHTS)
 
     def __next__(self) -> RoundOutcome:
-        return self._synchronous() if self.plan.buffer is None else self._buffered(self.plan.buffer)
+        return self._synchronous() if self.plan.buffer is None else self._buffered()
 
     # Synchronous rounds.
 
@@ -166,58 +168,57 @@ class VirtualRounds(Iterator[RoundOutcome]):
 
     # Asynchronous rounds: FedBuff.
 
-    def _buffered(self, size: int) -> RoundOutcome:
+    def _buffered(self) -> RoundOutcome:
         before = self.progress
-        succession = Succession(self._sizes, self._seed, before.drawn)
+        state = BufferState({f.client: ClientTurn(f.number + 1, f.client, f.version) for f in before.flights})
+        state.asked, state.drawn = before.asked, before.drawn
+        turns = BufferedTurns(self.plan, state, self._seed)
         flights = [(self._due(flight), flight.number, flight) for flight in before.flights]
         heapify(flights)
-        busy = {flight.client for flight in before.flights}
-        now, asked, came, lost, late = before.now, before.asked, list[Flight](), list[Flight](), list[Flight]()
-        while len(came) < size:
-            while len(flights) < self.plan.needed and (client := succession.next(busy)) is not None:
-                flight = self._flight(asked, client, before.version, now)
-                heappush(flights, (self._due(flight), asked, flight))
-                busy.add(client)
-                asked += 1
+        now, came, lost, late, full = before.now, list[Flight](), list[Flight](), list[Flight](), False
+        while not full:
+            for turn in turns.begin(self._sizes, before.version):
+                flight = self._flight(turn, now)
+                heappush(flights, (self._due(flight), flight.number, flight))
             now, _, flight = heappop(flights)
             if flight.times.uploaded <= now < self._limit(flight):
-                came.append(flight)  # It stays busy: a client is in the buffer once at most.
+                came.append(flight)
+                full = turns.arrived(flight.client)
             else:
                 (lost if flight.lost <= now else late).append(flight)
-                busy.remove(flight.client)
+                turns.given_up(flight.client)
+        applied = turns.step()
         self.progress = RoundProgress(
             before.number + 1,
             before.version + 1,
             now,
             tuple(flight for _, _, flight in flights),
-            succession.drawn,
-            asked,
+            state.drawn,
+            state.asked,
         )
         ended = [*came, *late, *lost]
         return RoundOutcome(
             number=before.number + 1,
             version=before.version + 1,
             cohort=tuple(flight.client for flight in ended),
-            participants=tuple(
-                Participant(flight.client, flight.version, staleness_factor(before.version - flight.version))
-                for flight in came
-            ),
+            participants=tuple(participant(turn, before.version) for turn in applied),
             late=tuple(flight.client for flight in late),
             dropped=tuple(flight.client for flight in lost),
             started=before.now,
             ended=now,
             times=tuple(flight.times for flight in ended),
-            bytes_down=self._bytes[0] * (asked - before.asked),
+            bytes_down=self._bytes[0] * (state.asked - before.asked),
             bytes_up=self._bytes[1] * sum(flight.times.trained <= now for flight in ended),
         )
 
-    def _flight(self, number: int, client: int, version: int, now: float) -> Flight:
+    def _flight(self, turn: ClientTurn, now: float) -> Flight:
+        client, number = turn.client, turn.number - 1
         downloaded, trained, uploaded = (now + np.cumsum(self._fleet.takes(np.array([client])), axis=0))[:, 0].tolist()
         lost = math.inf
         if self._chance[2 * number] < self.plan.dropout:
             lost = now + self._chance[2 * number + 1] * (uploaded - now)
         (times,) = _times([client], now, *(np.array([at]) for at in (downloaded, trained, uploaded, lost)))
-        return Flight(number, client, version, lost, times)
+        return Flight(number, client, turn.version, lost, times)
 
     def _limit(self, flight: Flight) -> float:
         return math.inf if self.plan.deadline is None else flight.times.asked + self.plan.deadline
@@ -252,9 +253,9 @@ def close(plan: RoundPlan, started: float, uploaded: Seconds, lost: Seconds) -> 
     return RoundClosing(limit, came, None) if waits[last] >= limit else RoundClosing(float(waits[last]), came, last)
 
 
-def staleness_factor(staleness: int) -> float:
-    """The weight of an update computed from a model that is so many versions old (Nguyen et al. 2022, section 5)."""
-    return 1 / math.sqrt(1 + staleness)
+def participant(turn: ClientTurn, version: int) -> Participant:
+    """Whose update is applied to this version of the model."""
+    return Participant(turn.client, turn.version, staleness_factor(version - turn.version), turn.number)
 
 
 class _Fleet:
