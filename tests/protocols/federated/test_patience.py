@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import UsageError
 from offbeat.protocols.federated.messages import SERVER, RoundTask
-from offbeat.protocols.federated.patience import LONGEST, Patience
-from offbeat.protocols.federated.plan import RoundPlan
+from offbeat.protocols.federated.plan import LONGEST, Patience, RoundPlan
 from offbeat.simulate.machines import LossyNetwork, Restart, Simulation
 
 NEVER = math.inf

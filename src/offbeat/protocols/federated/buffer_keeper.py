@@ -11,7 +11,7 @@ from offbeat.protocols.federated.buffered_turns import BufferedTurns, BufferStat
 from offbeat.protocols.federated.federation_state import HOPELESS, RoundStatus
 from offbeat.protocols.federated.keeper import TIMER_ROUNDING, missing_clients
 from offbeat.protocols.federated.messages import CloseRound, DeployedRound, RoundClosed, UpdateSent
-from offbeat.protocols.federated.patience import REMEMBERED
+from offbeat.protocols.federated.plan import REMEMBERED
 from offbeat.protocols.federated.round_keeper import RoundKeeper
 from offbeat.protocols.machine import Effects, Payload
 

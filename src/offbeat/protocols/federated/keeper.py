@@ -16,7 +16,7 @@ from offbeat.protocols.federated.messages import (
     Settled,
     UpdateSent,
 )
-from offbeat.protocols.federated.patience import Patience
+from offbeat.protocols.federated.plan import Patience
 from offbeat.protocols.federated.roster import Roster
 from offbeat.protocols.machine import Effects, Event, Name, Payload
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from msgspec import Struct
@@ -12,6 +13,12 @@ from offbeat.limits import SIMULATED_WORKERS, above_zero, seconds, whole
 
 MOST_PATIENT: Final = 1_000
 """Times as long as others that a client may take at most."""
+LONGEST: Final = 86_400.0
+"""Seconds after which any round closes that has no deadline."""
+REMEMBERED: Final = 10
+"""Rounds whose slowest clients are remembered."""
+MOST_DOUBLED: Final = 10
+"""Rounds without an update that each double the wait."""
 
 
 class ClientSpeeds(Struct, frozen=True):
@@ -127,3 +134,26 @@ def _share(name: str, value: float, *, least_allowed: bool = True) -> None:
         raise UsageError(
             f"{name}={value!r} makes no sense: it must be {'from 0' if least_allowed else 'above 0, and up'} to 1."
         )
+
+
+class Patience(Struct, frozen=True):
+    """The rule: `factor` times as long as the slowest client took, in this round and the last ten."""
+
+    factor: float
+    least: float
+    """Seconds that are waited at least, as network and processes have delays of their own."""
+
+    def wait(self, earlier: Sequence[float], took: Sequence[float], asked: int, fruitless: int) -> float:
+        """Seconds after which a client is not waited for any more; a day while nothing is known.
+
+        Args:
+            earlier: What the slowest client took in each of the last rounds.
+            took: What clients of this round took. They count when half of the clients that were asked are done.
+            asked: How many were asked.
+            fruitless: Rounds in a row without an update: each doubles the wait, in case all clients became slower.
+
+        """
+        known = [*earlier[-REMEMBERED:], *(took if 2 * len(took) >= asked - 1 else ())]
+        if not known:
+            return LONGEST
+        return min(LONGEST, max(self.least, self.factor * max(known)) * 2.0 ** min(fruitless, MOST_DOUBLED))

@@ -9,7 +9,7 @@ import msgspec
 from offbeat.protocols.federated.federation_state import RoundStatus, outcome_of
 from offbeat.protocols.federated.keeper import FederationKeeper, missing_clients
 from offbeat.protocols.federated.messages import AddUpdate, ClientFailure, CloseRound, Settled, UpdateSent
-from offbeat.protocols.federated.patience import REMEMBERED
+from offbeat.protocols.federated.plan import REMEMBERED
 from offbeat.protocols.federated.sampling import cohort
 from offbeat.protocols.machine import Effects, Payload
 
