@@ -16,6 +16,7 @@ from offbeat.run.job import Job, target_of
 from offbeat.runtime.hosts import Host, Hosts
 from offbeat.runtime.launch import Launcher
 from offbeat.runtime.run.folder import MODEL_FILE
+from offbeat.runtime.run.report import sandblaster_in_words
 from offbeat.runtime.run.result import Result
 from offbeat.runtime.run.settings import Goal
 from offbeat.simulate.sandblaster.iterations import IterationSetting, PlayedIterations
@@ -139,6 +140,11 @@ def test_a_run_whose_only_copy_of_a_shard_has_died_names_it_and_is_resumed_to_th
 def test_it_reaches_the_optimum_of_the_bundled_task(tmp_path: Path, launcher: Launcher) -> None:
     result = fit(Logistic(), "sandblaster", workers=2, target=-1e-3, out=tmp_path, launcher=launcher)
     assert result.reached_target
+    words = dict(sandblaster_in_words(result))
+    assert f"{result.sandblaster['portions']['worker 1']} by worker 1" in words["portions"]
+    assert "by workers to shards" in words["sent"]
+    assert "to and from the coordinator" in words["sent"]
+    assert words["iterations"].startswith(f"{result.steps}, with")
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,8 @@ def _entries(result: Result) -> Iterator[tuple[str, str]]:
     yield "where the time went", kinds_in_words(result.seconds_by_kind) + mean
     if result.federated:
         yield from federated_in_words(result.federated)
+    elif result.sandblaster:
+        yield from sandblaster_in_words(result)
     elif result.workers > 1:
         yield "sent", f"{amount(result.bytes_sent)} between {result.workers} workers"
     if result.servers:
@@ -198,6 +200,19 @@ def ages_in_words(counts: Mapping[int, int]) -> str:
 
 
 # -- servers ---------------------------------------------------------------------------------------------------------
+
+
+def sandblaster_in_words(result: Result) -> Iterator[tuple[str, str]]:
+    """What the coordinator did, who computed how much, and what went to shards."""
+    figures = result.sandblaster
+    stopped = f"; stopped because {figures['stopped']}" if figures["stopped"] else ""
+    yield "iterations", f"{figures['iterations']:,}, with {figures['evaluations']:,} evaluations{stopped}"
+    shares = ", ".join(f"{count:,} by {name}" for name, count in sorted(figures["portions"].items()))
+    twice = sum(figures["duplicated"].values())
+    again = f"; {twice:,} of them while another still had them" if twice else ""
+    yield "portions", f"{shares}{again}"
+    coordinator = sum(figures["coordinator_bytes"].values())
+    yield "sent", f"{amount(result.bytes_sent)} by workers to shards; {amount(coordinator)} to and from the coordinator"
 
 
 def served_in_words(result: Result) -> Iterator[tuple[str, str]]:
