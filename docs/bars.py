@@ -13,6 +13,7 @@ PROGRAMS = (
     *("predicted_pipelines", "stress", "servers"),
     *("staleness", "hogwild", "simulated_servers", "compressors", "slow_links", "sick_runs", "stamping", "page"),
     *("laws", "noise_scale", "league", "secure_aggregation", "programs", "sandblaster", "federated"),
+    *("fedavg_mnist", "data_servers", "engines", "ordering"),
 )
 HEAD = """# Bars
 
@@ -52,6 +53,8 @@ def page() -> str:
             parts.append(f"## {name}\n\n{link}: {'holds' if stored['holds'] else '**missed**'}.\n")
             continue
         rows = [line(bar) for bar in sorted(bars, key=lambda bar: bar["holds"])]
+        if missing := stored.get("not measured"):
+            link += f"; not measured yet: {', '.join(missing)}"
         parts.append(
             "\n".join([f"## {name}\n\n{link}\n\n| | bar | goal | measured [95 %] |\n|---|---|---|---|", *rows, ""])
         )
