@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 from typing import Any
 
 import pytest
 
+from offbeat.protocols.causality.clock_stamps import Cause, ClockStamper, Occurrence
+from offbeat.protocols.causality.delivery import ByVector, EventReport
 from offbeat.protocols.causality.forwarder import (
     HOME,
     Collector,
@@ -154,6 +156,47 @@ def test_what_was_overwritten_during_a_partition_is_announced_as_lost(faults: st
     for name, came in world.came.items():
         assert len(set(came)) == len(came)
         assert len(came) + world.lost[name] == total
+
+
+class Ordered(World):
+    """Its k-th record of each worker is an effect of the k-th of the one before it, and all are put in order."""
+
+    def _write(self, work: Any) -> None:
+        before = len(self.came[work.batch.process])
+        super()._write(work)
+        name, now = work.batch.process, self.simulation.now
+        for number in self.came[name][before:]:
+            self.order.extend(self._delivered(self.stamper.add(name, self._event(name, number), now), now))
+        self.order.extend(self._delivered(self.stamper.expire(now), now))
+
+    def start(self) -> Ordered:
+        names = list(self.came)
+        self.stamper, self.machine, self.order = ClockStamper(names, 60.0), ByVector(names), list[tuple[str, int]]()
+        return self
+
+    def _event(self, name: str, number: int) -> Occurrence:
+        rank = int(name[-1])
+        causes = (Cause((rank - 1, number), f"worker {rank - 1}"),) if rank else ()
+        return Occurrence(((rank, number),), causes, event=(name, number))
+
+    def _delivered(self, reports: Iterable[tuple[str, EventReport]], now: float) -> Iterator[tuple[str, int]]:
+        for name, report in reports:
+            for effect in self.machine.on(Received(name, report), now):
+                assert isinstance(effect, Start)
+                yield effect.work.report.event.event
+
+
+@pytest.mark.parametrize("faults", FAULTS)
+def test_whatever_links_do_no_effect_is_delivered_before_its_cause(faults: str) -> None:
+    world = Ordered(3, *FAULTS[faults]).start()
+    assert world.simulation.run(120.0, until=world.finished)
+    done = dict.fromkeys(world.came, 0)
+    for name, number in world.order:
+        assert number == done[name] + 1
+        done[name] = number
+        rank = int(name[-1])
+        assert not rank or done[f"worker {rank - 1}"] >= number
+    assert set(done.values()) == {int(SECONDS * RATE)}
 
 
 def test_what_is_under_way_is_bounded() -> None:
