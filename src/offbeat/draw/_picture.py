@@ -170,7 +170,7 @@ class _Painter:
             near = self._x(moment) > right - 24
             anchor = "start" if not moment else "end" if near else "middle"
             yield TextShape(self._x(moment), bottom + 16, seconds_in_words(moment), "words", anchor)
-        yield TextShape(right, bottom + 34, "virtual time", "words", "end")
+        yield TextShape(right, bottom + 34, self._timeline.clock, "words", "end")
 
     def _heading(self, subtitle: str) -> Iterator[Drawn]:
         yield TextShape(14, 24, self._timeline.title, "title")

@@ -61,6 +61,7 @@ class Timeline(Struct, frozen=True):
     notes: tuple[str, ...] = ()  # What there is to say about the whole.
     costs: tuple[RoleCost, ...] = ()  # By role, where there are roles.
     costs_of: str = ""  # What has these costs.
+    clock: str = "virtual time"
 
     @property
     def end(self) -> float:
