@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from offbeat.run.drive import Watcher
 
@@ -39,3 +45,23 @@ def agents() -> list[int]:
         if b"offbeat.runtime.agents.agent" in command and MARK.encode() in variables.split(b"\0"):
             listed.append(int(entry.name))
     return listed
+
+
+def need(*packages: str, commands: tuple[str, ...]) -> None:
+    """Skip where these commands are missing; where everything must be tested, install their Debian packages."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    missing = [name for name in commands if shutil.which(name, path=path) is None]
+    if not missing:
+        return
+    words = f"there is no {', '.join(missing)}: install {' '.join(packages)}"
+    if not os.environ.get("CI"):
+        pytest.skip(words)
+    with (Path(tempfile.gettempdir()) / "offbeat-tests-install.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        for command in (["update"], ["install", "--yes", "--no-install-recommends", *packages]):
+            done = subprocess.run(
+                ["apt-get", "-qq", *command], env=environment, capture_output=True, text=True, timeout=300, check=False
+            )
+    if any(shutil.which(name, path=path) is None for name in commands):
+        pytest.fail(f"{words}; apt-get said: {done.stderr}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 from collections.abc import Generator
@@ -17,10 +16,8 @@ from offbeat.runtime.launch import free_port
 NODES = ("n1", "n2")
 
 
-def slurm_is_missing() -> str | None:
-    """Which command of Slurm is not installed; None if all are."""
-    commands = ("slurmctld", "slurmd", "srun", "salloc", "scontrol", "munged")
-    return next((name for name in commands if shutil.which(name) is None), None)
+COMMANDS = ("slurmctld", "slurmd", "srun", "salloc", "sbatch", "scontrol", "munged")
+"""What must be installed."""
 
 
 def _conf(folder: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,8 +11,8 @@ from pathlib import Path
 
 import paths
 import pytest
-from engine_support import agents
-from slurm_cluster import SlurmCluster, slurm_cluster, slurm_is_missing
+from engine_support import agents, need
+from slurm_cluster import COMMANDS, SlurmCluster, slurm_cluster
 
 from conftest import wait_until
 from offbeat.errors import UsageError
@@ -25,9 +24,7 @@ OFFBEAT = (sys.executable, "-m", "offbeat")
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    if (missing := slurm_is_missing()) is not None:
-        assert not os.environ.get("CI"), f"there is no {missing}: install slurm-wlm and munge"
-        pytest.skip(f"there is no {missing}: install slurm-wlm and munge")
+    need("slurm-wlm", "munge", commands=COMMANDS)
     with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         cluster.environment |= ENVIRONMENT
         yield cluster

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import paths
 import pytest
-from engine_support import At
+from engine_support import At, need
 from ssh_machines import SshMachines, command_of, ssh_machines
 
 import offbeat
@@ -25,6 +25,7 @@ from offbeat.monitor import recorded
 from offbeat.runtime.agents.agent import sweep
 from offbeat.runtime.events.machines import machines_of
 from offbeat.runtime.events.recorder import Mark
+from offbeat.runtime.hosts import why_not
 from offbeat.runtime.run.folder import MODEL_FILE
 
 pytestmark = pytest.mark.slow
@@ -32,6 +33,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshMachines]:
+    need("openssh-server", "openssh-client", commands=("sshd", "ssh", "ssh-keygen"))
+    if (reason := why_not()) is not None:
+        assert not os.environ.get("CI"), reason
+        pytest.skip(reason)
     with ssh_machines(tmp_path_factory.mktemp("ssh")) as there:
         yield there
 
