@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,10 +15,14 @@ from data_tasks import Decoded, seen
 from pyarrow import parquet
 
 from offbeat.errors import DataError, OffbeatError, StrategyError, UsageError
+from offbeat.run.data_supervisor import DataServing
 from offbeat.run.drive import Result, fit
+from offbeat.run.job import Job, Script
+from offbeat.runtime.data_servers.plan import DataServerPlan
 from offbeat.runtime.hosts import Host, Hosts
-from offbeat.runtime.launch import Launcher
-from offbeat.runtime.run.folder import MODEL_FILE
+from offbeat.runtime.launch import Launcher, RoleOutcome
+from offbeat.runtime.run.folder import MODEL_FILE, RunFolder
+from offbeat.runtime.run.settings import Goal
 
 
 def trained(launcher: Launcher, out: Path, task: dict[str, Any], **settings: Any) -> tuple[Result, bytes, list[Any]]:
@@ -167,3 +172,17 @@ def test_settings_that_make_no_sense_are_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(error, match=words):
         fit(Decoded(), out=tmp_path, **{"workers": 2, **settings})
+
+
+def test_nothing_is_started_on_a_lost_machine_and_without_data_servers_a_run_ends(tmp_path: Path) -> None:
+    job = Job(Script("none.py"), Goal(data_servers=2), workers=2)
+    plan = DataServerPlan(count=2, folder=str(tmp_path))
+    data = DataServing(job, plan)
+    first, second = (replace(role, machine=f"m{role.rank}") for role in data.roles(job, RunFolder(tmp_path)))
+    assert data.ended(RoleOutcome(first, signal=9), (), {"m0"}) is None
+    again = data.ended(RoleOutcome(second, signal=9), (0,), {"m0"})
+    assert again is not None
+    assert again.config["disturbed"] == [0]
+    with pytest.raises(OffbeatError, match="no data server is left"):
+        data.ended(RoleOutcome(again, signal=9), (), {"m0", "m1"})
+    assert (data.died, data.joined) == (["data server 0", "data server 1", "data server 1"], ["data server 1"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Container, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -69,8 +69,11 @@ class DataServing:
             for number, (name, home) in enumerate(zip(plan.names, homes, strict=True))
         ]
 
-    def ended(self, outcome: RoleOutcome, fired: Sequence[int]) -> Role | None:
-        """A process of the run has ended: the data server that takes the place of a dead one, if that was one."""
+    def ended(self, outcome: RoleOutcome, fired: Sequence[int], lost: Container[str] = ()) -> Role | None:
+        """A process of the run has ended: the data server that takes the place of a dead one, if that was one.
+
+        Nothing is started on machines that are lost: there the other data servers take over.
+        """
         role = outcome.role
         if role.kind == "worker":
             self._working -= 1
@@ -78,10 +81,13 @@ class DataServing:
             return None
         name = str(role)
         self.died.append(name)
-        self._deaths[name] += 1
+        self._deaths[name] = SPARES + 1 if role.machine in lost else self._deaths[name] + 1
         if self._deaths[name] > SPARES:
             if self.plan is not None and all(self._deaths[each] > SPARES for each in self.plan.names):
-                raise RunError(f"every data server has died {SPARES + 1} times. The last: {obituary(outcome)}")
+                raise RunError(
+                    f"no data server is left: each has died {SPARES + 1} times, or its machine is lost. The last: "
+                    f"{obituary(outcome)}"
+                )
             return None
         self.joined.append(name)
         return dataclasses.replace(role, config={**role.config, "disturbed": list(fired)})

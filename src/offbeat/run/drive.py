@@ -240,7 +240,7 @@ def _launch(
                 forwarder = links.replacement(outcome, () if fleet is None else fleet.lost)
                 if forwarder is not None:
                     starter.add(forwarder)
-                reader = data.ended(outcome, collected.fired_for(outcome.role))
+                reader = data.ended(outcome, collected.fired_for(outcome.role), () if fleet is None else fleet.lost)
                 if reader is not None:
                     starter.add(reader)
                 new = servers.replacement(outcome, job.goal.replace)
