@@ -15,6 +15,7 @@ _PATTERNS = (
     r"test_pipeline_proofs\.py::test_the_bubble_is_the_formulas_for_many.*\[(?!3\])",
     r"test_data_servers\.py::test_random_deaths.*\[(?!4\])",
     r"test_sandblaster_faults\.py::test_fifty.*\[(?![01]\])",
+    r"test_sandblaster_processes\.py::test_random.*\[(?!2\])",
     r"chaos/random_faults\.py::.*\[(?!1000\])",
     r"chaos/stage_faults\.py::.*\[(?![01]\])",
     r"chaos/snapshots\.py::.*\[\d-25\]",
