@@ -12,7 +12,8 @@ import msgspec
 from offbeat.monitor.page.run_view import RunView
 
 STYLE: Final = "page.css"
-SCRIPTS: Final = ("common.js", "charts.js", "lanes.js", "runs.js", "page.js")  # In the order in which they run.
+SCRIPTS: Final = ("common.js", "charts.js", "lanes.js", "runs.js", "rounds.js", "page.js")
+"""In the order in which they run."""
 ASSETS: Final = (STYLE, *SCRIPTS, "icon.svg")  # Everything that the page loads.
 MOST: Final = 400_000  # Maximum number of intervals in the file; beyond that, short ones are merged.
 FINEST: Final = 8192  # Resolution of merged intervals, in pixels over the whole run.

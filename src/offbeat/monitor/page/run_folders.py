@@ -118,10 +118,10 @@ def logs_of(folder: Path) -> list[str]:
 
 
 class MetricsReader:
-    """Reads `metrics.jsonl` as it grows. A line that is incomplete or not an object is skipped."""
+    """Reads `metrics.jsonl`, or the like, as it grows. A line that is incomplete or not an object is skipped."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / METRICS_FILE
+    def __init__(self, folder: Path, file: str = METRICS_FILE) -> None:
+        self._path = folder / file
         self._at = 0
         self._mark: int | None = None
         self.lines: list[dict[str, Any]] = []

@@ -17,6 +17,7 @@ from offbeat.monitor.cpu_wait import read_queues
 from offbeat.monitor.deadlocks import Judge
 from offbeat.monitor.diagram.intervals import KINDS, CallGroups, Window, computations, intervals
 from offbeat.monitor.diagram.waits import FileLane, Lane, Names, Table, joined
+from offbeat.monitor.page.federated_rounds import round_rows
 from offbeat.monitor.page.run_folders import MetricsReader, logs_of, run_of
 from offbeat.monitor.stragglers import ENOUGH, LATEST, blame
 from offbeat.monitor.verdicts import EXIT_CODES
@@ -24,6 +25,7 @@ from offbeat.protocols.causality.deadlock import natural
 from offbeat.runtime.events.machines import FILE as MACHINES
 from offbeat.runtime.events.machines import MachineRecord, machines_of
 from offbeat.runtime.events.recorder import FOLDER, Reader, Stamp
+from offbeat.runtime.federated.round_log import ROUNDS_FILE
 from offbeat.runtime.run.folder import FINISHED, part, strategy_of
 from offbeat.runtime.run.procfs import stat_fields
 
@@ -106,6 +108,7 @@ class RunView:
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.metrics = MetricsReader(folder)
+        self._rounds = MetricsReader(folder, ROUNDS_FILE)
         self._lock = threading.RLock()
         self._names = Names()
         self._lanes: dict[Path, tuple[int, FileLane]] = {}
@@ -128,6 +131,7 @@ class RunView:
                 return
             self._data = run_of(self.folder) or self._data
             self.metrics.read()
+            self._rounds.read()
             with suppress(UsageError):
                 self._machines = machines_of(self.folder)
             for path in sorted((self.folder / FOLDER).glob("*.events")):
@@ -219,6 +223,7 @@ class RunView:
                 "machines": [machine.shown() for machine in self._machines],
                 "processes": [self._process(lane) for lane in lanes] or self._unwatched(),
                 "metrics": metrics[::-1][::stride][::-1],
+                "rounds": round_rows(self._rounds.lines),
                 "lines": len(self.metrics.lines),
                 "epoch": self.metrics.epoch,
                 "events": sum(lane.reader.read for lane in lanes),

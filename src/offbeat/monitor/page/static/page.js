@@ -159,6 +159,7 @@
     verdicts();
     strip();
     machines();
+    offbeat.showRounds(run.rounds || []);
     if (more) curves();
     showLanes();
     byId("foot").textContent = source.held
@@ -211,6 +212,8 @@
     for (const radio of document.querySelectorAll("input[name=against]")) {
       radio.addEventListener("change", () => { against = radio.value; curves(); });
     }
+    charts.legend(byId("rounds-legend"), [["download", "input"], ["training", "compute"], ["upload", "communicate"],
+      ["at work (phase not known)", "evaluate"], ["late, dropped or refused", "wait"]]);
     charts.legend(byId("lanes-legend"), [["computes", "base"], ["waits for others", "wait"],
       ["communicates", "communicate"], ["in flight", "under-way"], ["stuck until the end", "stuck"], ["failed", "failed"],
       ["microbatch forward", "microbatch-forward"], ["backward", "microbatch-backward"], ["gradients of weights", "microbatch-weights"]]);
