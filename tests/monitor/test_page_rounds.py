@@ -49,6 +49,12 @@ def test_late_and_dropped_clients_are_marked_and_a_deadline_is_what_was_waited_f
     assert all(stop <= row["seconds"] + 1e-9 for row in rows for each in row["clients"] for *_, stop in each["pieces"])
 
 
+def test_a_round_that_waited_for_signs_of_life_names_the_silent_client() -> None:
+    rows = round_rows(lines(12, dropout=0.3, beat=0.5, silence=20.0))
+    assert all(row["waited"].endswith(", silent") for row in rows if row["dropped"])
+    assert any(row["dropped"] for row in rows)
+
+
 def test_of_real_clients_the_phases_are_not_known() -> None:
     (line, *_) = lines()
     for times in line["times"]:

@@ -72,10 +72,15 @@ def _shifted(client: Mapping[str, Any], started: float) -> dict[str, Any]:
 
 def _waited(clients: Sequence[Mapping[str, Any]], ended: float) -> str:
     """Whom the round waited for: who came or was given up last, or the end of waiting."""
-    known = [client for client in clients if client["fate"] != "late"]
-    last = max(known, key=lambda client: client["until"], default=None)
-    if any(client["fate"] == "late" for client in clients) and (
-        last is None or last["until"] < ended - max(_CLOSE, _CLOSE * abs(ended))
-    ):
+    open_until = ended - max(_CLOSE, _CLOSE * abs(ended))
+    last = max((client for client in clients if client["fate"] != "late"), key=_until, default=None)
+    if last is not None and last["until"] >= open_until:
+        return f"client {last['client']}"
+    if any(client["fate"] == "late" for client in clients):
         return "the deadline"
-    return "" if last is None else f"client {last['client']}"
+    silent = max((client for client in clients if client["fate"] == "dropped"), key=_until, default=None)
+    return "" if silent is None else f"client {silent['client']}, silent"
+
+
+def _until(client: Mapping[str, Any]) -> float:
+    return client["until"]
