@@ -9,13 +9,13 @@ step (`ProgramOptimizer`), in which results are proved to be finite before any v
 parameters and states that are kept from step to step, and by the largest number of the gradient, which is measured
 while pushes are added up.
 
-What other programs take, measured by hand on a busy machine, as least of many: chunks of 64 KB to 4 MB make no
-difference beyond noise. An instruction over 10 million numbers in the cache takes about a millisecond, as memory does
-for a vector; momentum, two instructions, takes 1.1 to 1.2 times torch's fused kernel. The exception is the square root
-(about 11 ms in 32 bits, by torch and by numpy), so that RMSprop takes 24 ms, of which half is the root; torch's own,
-which is not fused, took 67 to 77 there, and `torch.compile` makes 7 of it, as the root then runs while memory is read.
-That needs a compiler on every server and is left out. `where` chooses bits rather than branches, 2.7 to 3.6 times as
-fast as `torch.where` where the choice is random.
+What other programs take, measured by hand on a busy machine, as least of many: chunks of 512 KB to 4 MB make no clear
+difference; smaller ones could not be judged. An instruction over 10 million numbers in the cache takes about a
+millisecond, as memory does for a vector; momentum, two instructions, takes 1.1 to 1.2 times torch's fused kernel. The
+exception is the square root (about 11 ms in 32 bits, by torch and by numpy), so that RMSprop takes 24 ms, of which half
+is the root; torch's own, which is not fused, took 67 to 77 there, and `torch.compile` makes 7 of it, as the root then
+runs while memory is read. That needs a compiler on every server and is left out. `where` chooses bits rather than
+branches, 2.7 to 3.6 times as fast as `torch.where` where the choice is random.
 
 Without a bar, but measured as well: the server's whole update (a push added to the sum, measured, and applied) beside
 the same with torch's optimizer as servers run it; the same programs run instruction by instruction, as programs are
