@@ -38,7 +38,7 @@ RUN_OPTIONS = {
     "--backend", "--threads", "--hosts",
     "--parts", "--out", "-o", "--resume", "--checkpoint-every", "--timeout", "--port", "--tensorboard", "--disturb",
     "--replace", "--monitor", "--rate-factor", "--placement", "--data-servers",
-    "--on", "--ship", "--sbatch", "--dry-run",
+    "--on", "--ship", "--sbatch", "--dry-run", "--delivery", "--delivery-bound",
     "--format",
 }  # fmt: skip
 COMPARE_OPTIONS = {
@@ -65,7 +65,7 @@ EXPLAIN_OPTIONS = {
 EXPORTS = [
     "BatchSize", "ClientDatasets", "Data", "Host", "Hosts", "IterativeTask", "League", "OffbeatError", "Result",
     "Scaling", "Strategy", "Task", "Team", "__version__", "accuracy", "batch_size", "compare", "fit", "init", "parse",
-    "scale",
+    "programmed_update", "scale",
 ]  # fmt: skip
 RESULT = [
     "strategy",
