@@ -115,7 +115,18 @@ class ShardMemory(Struct, frozen=True, array_like=True):
     answers: tuple[tuple[float, ...], ...] = ()  # What the optimizer was told since.
 
 
-_SHORT = {"number": "n", "commands": "c", "term": "t", "answer": "a", "saved": "s", "values": "v"}
+_SHORT = {
+    "number": "n",
+    "commands": "c",
+    "term": "t",
+    "answer": "a",
+    "saved": "s",
+    "values": "v",
+    "iteration": "i",
+    "finished": "f",
+    "evaluation": "e",
+    "portion": "p",
+}
 """Fields of what an iteration sends most of, on the wire: their names would be half of it."""
 
 
@@ -197,7 +208,7 @@ class Accepted(Struct, frozen=True, tag=True):
     number: int
 
 
-class FinishedPortion(Struct, frozen=True):
+class FinishedPortion(Struct, frozen=True, array_like=True):
     """A portion whose gradient every shard has, with its share of the loss."""
 
     evaluation: int
@@ -205,7 +216,7 @@ class FinishedPortion(Struct, frozen=True):
     loss: float
 
 
-class WorkRequest(Struct, frozen=True, tag=True):
+class WorkRequest(Struct, frozen=True, tag="idle", omit_defaults=True, rename=_SHORT.get):
     """From a worker: what it has finished, if anything; it is idle and wants this iteration to end."""
 
     number: int
@@ -213,7 +224,7 @@ class WorkRequest(Struct, frozen=True, tag=True):
     finished: FinishedPortion | None = None
 
 
-class Assigned(Struct, frozen=True, tag=True):
+class Assigned(Struct, frozen=True, tag="compute", rename=_SHORT.get):
     """To a worker: compute the loss and the gradient of a portion."""
 
     number: int
