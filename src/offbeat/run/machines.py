@@ -93,7 +93,8 @@ def settled(
     fleet.prepare(folder.path, moved, paths, code)
     hosts = job.hosts
     if hosts is not None:
-        fleet.expect_checkpoints(hosts.hosts[number].name for number in set(hosts.of_workers()))
+        elastic = combined(parse(job.goal.strategy or "single")).traits.elastic
+        fleet.expect_checkpoints((hosts.hosts[number].name for number in set(hosts.of_workers())), elastic)
     servers.lost_machines = fleet.lost
     try:
         yield list(fleet.links.values())

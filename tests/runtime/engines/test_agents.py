@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 import tarfile
@@ -88,6 +89,53 @@ def test_a_mirrored_folder_is_the_same_after_every_look(tmp_path: Path) -> None:
     assert (home / "logs" / "worker-0.log").read_bytes() == b"one\ntwo\n"
     assert (home / "metrics.jsonl").read_bytes() == b"replaced"
     assert not (home / ".draft").exists()
+
+
+def test_a_checkpoint_is_one_when_every_machine_has_sent_its_part(tmp_path: Path) -> None:
+    files = CollectedFiles(tmp_path)
+    files.expect(["a", "b"])
+
+    def send(machine: str, step: int) -> None:
+        name = f"worker-{machine}.safetensors"
+        names = [name, "shared.safetensors"] if machine == "a" else [name]
+        manifest = {"format": 1, "step": step, "files": {each: {"bytes": 1, "blake2b": machine} for each in names}}
+        files.take(machine, f"checkpoint/step-{step:09d}/{name}", 0, memoryview(machine.encode()))
+        files.take(machine, f"checkpoint/step-{step:09d}/manifest.json", 0, memoryview(json.dumps(manifest).encode()))
+
+    def kept() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "checkpoint").iterdir() if path.name.startswith("step-"))
+
+    send("a", 10)
+    assert kept() == []
+    send("b", 10)
+    assert kept() == ["step-000000010"]
+    send("a", 20)  # Machine b had removed its part before it was sent.
+    send("a", 30)
+    send("b", 30)
+    assert kept() == ["step-000000030"]
+    send("b", 20)  # Late.
+    send("a", 40)
+    files.discard_drafts()
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-000000030"]
+    final = json.loads((tmp_path / "checkpoint" / "step-000000030" / "manifest.json").read_text())
+    assert sorted(final["files"]) == ["shared.safetensors", "worker-a.safetensors", "worker-b.safetensors"]
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_lost_machine_is_not_waited_for_where_the_run_continues(tmp_path: Path, elastic: bool) -> None:
+    files = CollectedFiles(tmp_path)
+    files.expect(["a", "b"], elastic)
+
+    def send(machine: str, step: int, *names: str) -> bool:
+        manifest = json.dumps({"format": 1, "files": {name: {} for name in names}}).encode()
+        files.take(machine, f"checkpoint/step-{step:09d}/manifest.json", 0, memoryview(manifest))
+        return (tmp_path / "checkpoint" / f"step-{step:09d}" / "manifest.json").is_file()
+
+    assert not send("b", 10, "worker-1.safetensors")
+    files.lose("a")  # Which had what all share.
+    assert not (tmp_path / "checkpoint" / "step-000000010").exists()
+    assert not send("b", 20, "worker-1.safetensors")
+    assert send("b", 30, "shared.safetensors", "worker-1.safetensors") is elastic
 
 
 # Code that is sent to agents.

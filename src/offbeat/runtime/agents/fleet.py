@@ -315,10 +315,10 @@ class Fleet:
                 link.say(say.HomeFile(name, first), data)
                 first = False
 
-    def expect_checkpoints(self, machines: Iterable[str]) -> None:
-        """The machines that have workers."""
+    def expect_checkpoints(self, machines: Iterable[str], elastic: bool) -> None:
+        """The machines that have workers, and whether the run continues without those that are lost."""
         if self._files is not None:
-            self._files.expect(machines)
+            self._files.expect(machines, elastic)
 
     def _await(self, done: Callable[[AgentLink], bool], seconds: float, what: str) -> None:
         deadline = time.monotonic() + seconds
@@ -344,6 +344,8 @@ class Fleet:
                 if not link.finished and now - link.heard > FAREWELL:
                     self._lose(link, f"it sent none of its last files for {FAREWELL:g} s")
             time.sleep(0.01)
+        if self._files is not None:
+            self._files.discard_drafts()
 
     def close(self) -> None:
         """End all agents."""

@@ -31,7 +31,7 @@ FORMAT = 1
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 MANIFEST = "manifest.json"
 CERTIFICATE = "certificate.json"  # An extra file that only snapshots have.
-_SHARED = "shared.safetensors"
+SHARED = "shared.safetensors"
 _OWN = "worker-"
 _REMOVED = ".gone-"
 
@@ -93,7 +93,7 @@ class Checkpoints:
 
         def write() -> None:
             if leads:
-                write_state(draft / _SHARED, shared)
+                write_state(draft / SHARED, shared)
                 for add in files:
                     add(draft)
             write_state(draft / file_of(self._group.rank), own)
@@ -154,7 +154,7 @@ class Checkpoints:
 
             put_in_place(path, own, self._group)
             return {**own["replicas"], "others": own["others"]}, own, manifest["summary"]
-        return _read_state(path / _SHARED, manifest), own, manifest["summary"]
+        return _read_state(path / SHARED, manifest), own, manifest["summary"]
 
     def _moves(self, before: Mapping[str, Any]) -> bool:
         """Whether the model was spread over workers in another way."""
