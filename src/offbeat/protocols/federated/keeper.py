@@ -63,7 +63,8 @@ class FederationKeeper(ABC):
         if plan.patience is None:
             return math.inf
         took = state.round.took if state.phase == "gathering" else []
-        patience = Patience(plan.patience, self._roster.patience)
+        # Whoever has died meanwhile is silent for too long before that.
+        patience = Patience(plan.patience, 2 * self._roster.patience)
         return patience.wait(state.slowest, took, len(state.round.cohort) or plan.needed, state.fruitless)
 
     def lose_patience(self, effects: Effects, now: float) -> None:
