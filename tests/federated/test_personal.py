@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cluster_task import Clusters, federated_run
+from federated_tasks import Images
 from safetensors.torch import load_file
 from torch.optim import SGD
 
@@ -128,6 +129,19 @@ def test_labels_flipped_in_a_round_are_not_those_of_personal_models(tmp_path: Pa
     result = federated_run(Clusters(), of, 3, tmp_path, disturb=("client *: poison(labels)",))
     personal = result["federated"]["personal"]
     assert personal["before"]["mean"] < 0.4 < 0.6 < personal["after"]["mean"]
+
+
+def test_a_client_whose_update_is_refused_keeps_the_model_that_it_had(tmp_path: Path) -> None:
+    class Sick(Images):
+        """The task whose clients 3 and 7 have NaN."""
+
+        def score(self, model: Any, data: Any) -> float:
+            return 0.0
+
+    federated_run(
+        Sick(nan_clients=(3, 7)), "federated(clients=12, fraction=1, data=task, personal=ditto(1))", 2, tmp_path
+    )
+    assert {int(client) for client in kept_models(tmp_path)} == set(range(12)) - {3, 7}
 
 
 def test_a_spread_names_the_worst_tenth() -> None:

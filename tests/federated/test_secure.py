@@ -236,3 +236,20 @@ def test_statistics_are_refused(launcher: Launcher, tmp_path: Path) -> None:
             launcher=launcher,
             out=tmp_path,
         )
+
+
+@pytest.mark.parametrize(
+    ("more", "folder"), [("quantize(4)", "clients"), ("randomk(0.3)", "clients"), ("", "personal")]
+)
+def test_clients_of_a_round_without_a_sum_keep_what_they_had(more: str, folder: str, tmp_path: Path) -> None:
+    """What a real client owes, and its own model, change when it hears that its update is in the sum, and only then."""
+    ditto = ", personal=ditto(1)" * (folder == "personal")
+    strategy = f"federated(clients=30, fraction=0.3, dropout=0.2, secure=True{ditto})" + f" + {more}" * bool(more)
+    federated_run(Clusters(), strategy, 12, tmp_path, checkpoint_every=100)
+    rounds = read_rounds(tmp_path)
+    assert {bool(each["failed"]) for each in rounds} == {True, False}
+    kept = {(int(path.stem), int(path.parent.name)) for path in (tmp_path / folder).glob("*/*/*.safetensors")}
+    summed = {
+        (each["number"], member["client"]) for each in rounds if not each["failed"] for member in each["participants"]
+    }
+    assert kept == summed

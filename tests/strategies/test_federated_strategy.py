@@ -55,7 +55,7 @@ def test_names_that_people_know_stand_for_it(name: str) -> None:
         ("federated(over=0.5)", "from 1 to 10"),
         ("federated(deadline=0)", "longer than 0 s"),
         ("federated(fewest=0)", "one update"),
-        ("federated(clients=10, fewest=2)", "a round needs the updates of 1 clients"),
+        ("federated(clients=10, fewest=2)", "fraction=0.1 selects 1"),
         ("federated(dropout=1)", "below 1"),
         ("federated(data=dirichlet(0))", "above 0"),
         ("federated(data=shards(0))", "one shard"),

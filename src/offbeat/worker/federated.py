@@ -101,6 +101,7 @@ class Rounds:
         self._plan = self._strategy.plan()
         self._virtual: VirtualRounds | None = None
         self._hopeless = 0
+        self._added: list[int] = []  # Clients of this round whose updates this worker has added.
 
     def begin(self) -> None:
         """Continue after the last round of the model."""
@@ -120,6 +121,8 @@ class Rounds:
             self._path.aggregation.combine(team.group.sum)
         if not outcome.failed:
             outcome = structs.replace(outcome, failed=self._path.aggregation.failure)
+        if outcome.failed and self._strategy.secure:
+            self._forget(outcome.number)
         with team.stopwatch.spent_on("compute"):
             move = self._move(outcome)
             learner.model.go_on(virtual.progress, move)
@@ -160,6 +163,7 @@ class Rounds:
         path, sizes = self._path, self._parts.sizes
         path.aggregation.begin(Selected(outcome.number, outcome.cohort, sizes[list(outcome.cohort)].tolist()))
         examples = [int(sizes[each.client]) for each in participants]
+        self._added = []
         for position in shares(participants, examples, team.size)[team.rank]:
             each = participants[position]
             # What a client draws follows from its turn, which is a round unless the server is asynchronous.
@@ -172,11 +176,22 @@ class Rounds:
             update = self._attackers.attack(update, each.client, outcome.number)
             weight = examples[position] * each.factor
             sent = ClientUpdate(each.client, update, result.extra, weight, result.loss, result.examples, state)
-            if path.aggregation.add(sent) and self._states is not None and state is not None:
+            if not path.aggregation.add(sent):
+                continue
+            self._added.append(each.client)
+            if self._states is not None and state is not None:
                 # Repeated after a resume, so the states of the last checkpoint's round must stay.
                 self._states.write(each.client, outcome.number, state, team.memory.written_at)
             if self.personal is not None:
                 self.personal.train(visit, base, outcome.number)
+
+    def _forget(self, number: int) -> None:
+        """A round has no secure sum: its clients keep, as real ones do, what they had before it."""
+        for client in self._added:
+            if self._states is not None:
+                self._states.forget(client, number)
+            if self.personal is not None:
+                self.personal.forget(client, number)
 
     def _move(self, outcome: RoundOutcome) -> Callable[[Tensor], None] | None:
         """How the global model moves by the mean; None if too few updates counted."""

@@ -62,6 +62,10 @@ class PersonalModels:
         if kept is not None:
             self._states.write(visit.client, number, kept, self._team.memory.written_at)
 
+    def forget(self, client: int, number: int) -> None:
+        """The client's update of this round does not count, so its own model is what it was before."""
+        self._states.forget(client, number)
+
     def scored(self) -> dict[str, Any]:
         """Score the global model and each client's own on what it holds out; of all clients, or a sample."""
         clients, rank, size = self._sample(), self._team.rank, self._team.size

@@ -82,7 +82,7 @@ def test_a_succession_goes_on_after_a_restart_and_skips_the_busy() -> None:
         ({"dropout": -0.1}, "dropout"),
         ({"over": 0.9}, "over=0.9"),
         ({"fewest": 11}, "fewest"),
-        ({"fewest": 3, "fraction": 0.2}, "a round needs the updates of 2 clients"),
+        ({"fewest": 3, "fraction": 0.2}, "fraction=0.2 selects 2"),
         ({"deadline": 0}, "deadline"),
         ({"beat": 5, "silence": 6}, "silence=6"),
         ({"poisson": True, "over": 1.3}, "Poisson"),

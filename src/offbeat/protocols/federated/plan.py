@@ -90,7 +90,7 @@ class RoundPlan(Struct, frozen=True, kw_only=True):
             "fewest",
             self.fewest,
             most,
-            why=f"a round needs the updates of {self.needed:,} clients" * (not self.poisson),
+            why=f"of {self.clients:,} clients fraction={self.fraction:g} selects {self.needed:,}" * (not self.poisson),
         )
         if self.poisson and self.over != 1:
             raise UsageError(

@@ -59,6 +59,10 @@ class ClientStates:
             if known < needed:
                 self._path(client, known).unlink(missing_ok=True)
 
+    def forget(self, client: int, number: int) -> None:
+        """Remove what was kept in this round, because the client's update does not count after all."""
+        self._path(client, number).unlink(missing_ok=True)
+
     def _rounds(self, client: int) -> list[int]:
         folder = self._path(client, 0).parent
         return [int(path.stem) for path in folder.glob(f"*{_SUFFIX}") if path.stem.isdigit()]

@@ -134,6 +134,8 @@ class Federated(Exchanging):
             plan = self.plan()
             if self.secure:
                 self._check_secure(plan)
+        except StrategyError:
+            raise  # It names the strategy already.
         except UsageError as error:
             raise StrategyError(f"federated: {error}") from error
 
