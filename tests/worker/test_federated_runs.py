@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cluster_task import Clusters, federated_run
 from federated_tasks import SIZES, Empty, Images, Means, Nobodys, Owners
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils.data import Dataset
 
+import offbeat
 from offbeat.errors import DataError, NonFiniteError, OffbeatError, StrategyError, TaskError, WorkerError
 from offbeat.run.drive import Result, fit
 from offbeat.runtime.federated.round_log import read_rounds
@@ -117,6 +121,41 @@ def test_more_clients_than_examples_are_fine(launcher: Launcher, tmp_path: Path)
     text = "federated(clients=1000, fraction=0.02)"
     result = fit(Images(), text, workers=2, steps=3, launcher=launcher, out=tmp_path)
     assert (result.samples, result.federated["updates"]) == (60, 60)
+
+
+class Crowd(Clusters):
+    """Examples that are made when they are read: what takes memory is kept for clients."""
+
+    def data(self) -> offbeat.Data:
+        return offbeat.Data(Sparse(range(self.examples)), Sparse(range(20)), Sparse(range(20)))
+
+
+class Sparse(Dataset[Any]):
+    def __init__(self, numbers: range) -> None:
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((8,), self._numbers[index] / len(self)), index % 4
+
+
+def test_a_hundred_thousand_clients_cost_some_numbers_each() -> None:
+    def run(clients: int) -> None:
+        task, text = Crowd(examples=2 * clients), f"federated(clients={clients}, fraction={20 / clients}, over=1.2)"
+        assert federated_run(task, text, 3)["federated"]["updates"] == 60
+
+    def peak(clients: int) -> int:
+        tracemalloc.start()
+        try:
+            run(clients)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    run(100)  # What is imported in the first run is not counted.
+    assert peak(100_000) - peak(100) < 100 * 100_000, "a few whole numbers for each, and no object"
 
 
 def test_updates_with_nan_are_refused_and_counted(launcher: Launcher, tmp_path: Path) -> None:

@@ -364,6 +364,9 @@ def test_those_that_are_not_enrolled_or_have_another_number_are_refused_and_coun
     assert isinstance(refusal, Refused)
     assert refusal.why == "it is client 1, not 2"
     assert table.server.state.counts["rejected_joins"] == 2
+    assert isinstance(table.hear(1, MembershipRequest("b", 2))[0], Refused)
+    shown = [failure.error for _, failure in table.server.troubles]
+    assert len(shown) == len(set(shown)) == 2, "who asks again is answered again, and people read it once"
     assert isinstance(table.hear(1, MembershipRequest("b"))[0], Welcome)
 
 

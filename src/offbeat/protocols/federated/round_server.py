@@ -102,6 +102,7 @@ class RoundServer:
         else:
             self._rounds = RoundKeeper(*parts) if plan.buffer is None else BufferKeeper(*parts)
         self._seed, self._strategy, self._federation = seed, strategy, federation
+        self._refusal: tuple[Name, str] = ("", "")  # The last one that was shown.
 
     @property
     def troubles(self) -> list[tuple[Name, ClientFailure]]:
@@ -195,7 +196,10 @@ class RoundServer:
         state = self.state
         if why:
             state.counts["rejected_joins"] += 1
-            self.troubles.append((sender, ClientFailure(0, f"{join.label} may not join: {why}", "")))
+            words = f"{join.label} may not join: {why}"
+            if (sender, words) != self._refusal:  # Clients ask again until they are answered.
+                self.troubles.append((sender, ClientFailure(0, words, "")))
+            self._refusal = (sender, words)
             effects.send(sender, Refused(why))
             return
         client = self.roster.admit(sender, join, now)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final, Literal
 from torch import nn
 
 from offbeat.errors import StrategyError, UsageError
+from offbeat.limits import SIMULATED_WORKERS
 from offbeat.protocols.federated.plan import ClientSpeeds, RoundPlan
 from offbeat.runtime.federated.privacy import PrivacyTerms
 from offbeat.runtime.federated.secure_mean import check_survivors
@@ -44,7 +45,7 @@ from offbeat.strategies.federated.privacy import Privacy
 from offbeat.strategies.federated.robust import KrumRule, MedianRule, NormBound, TrimmedMean
 from offbeat.strategies.worker.exchange import Exchange, Exchanging
 
-MOST_CLIENTS: Final = 10_000_000
+MOST_CLIENTS: Final = SIMULATED_WORKERS
 _AVERAGE: Final = FedAvg()
 
 
