@@ -253,3 +253,11 @@ def test_clients_of_a_round_without_a_sum_keep_what_they_had(more: str, folder: 
         (each["number"], member["client"]) for each in rounds if not each["failed"] for member in each["participants"]
     }
     assert kept == summed
+
+
+def test_clients_of_a_round_with_fewer_updates_than_it_needs_keep_what_they_had(tmp_path: Path) -> None:
+    """The masks of ten could be taken off, but the strategy wants eleven."""
+    strategy = "federated(clients=12, fraction=1, fewest=11, data=task, secure=True) + quantize(4)"
+    result = federated_run(Images(nan_clients=(3, 7)), strategy, 2, tmp_path)
+    assert result["federated"]["failed_rounds"] == 2
+    assert not list((tmp_path / "clients").rglob("*.safetensors"))

@@ -172,6 +172,7 @@ def test_a_round_with_too_few_good_updates_leaves_the_model_as_it_is(launcher: L
     result = fit(Images(nan_clients=(3, 7)), text, workers=2, steps=3, launcher=launcher, out=tmp_path)
     untouched = Images().model().state_dict()
     assert result.federated["failed_rounds"] == 3
+    assert {entry["failed"][:16] for entry in read_rounds(result.run)} == {"10 of 12 clients"}
     assert same(bits(result), {name: value.contiguous() for name, value in untouched.items()})
 
 

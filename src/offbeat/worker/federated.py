@@ -17,6 +17,7 @@ from torch import Tensor
 
 from offbeat.errors import DataError, NonFiniteError
 from offbeat.protocols.federated.client_parts import held_out
+from offbeat.protocols.federated.plan import round_failure
 from offbeat.runtime.federated.aggregation import ClientUpdate, Selected
 from offbeat.runtime.federated.client_state import ClientStates
 from offbeat.runtime.federated.local_training import Visit, examples_of
@@ -120,7 +121,7 @@ class Rounds:
         with team.stopwatch.spent_on("communicate"):
             self._path.aggregation.combine(team.group.sum)
         if not outcome.failed:
-            outcome = structs.replace(outcome, failed=self._path.aggregation.failure)
+            outcome = structs.replace(outcome, failed=self._failure(len(outcome.cohort)))
         if outcome.failed and self._strategy.secure:
             self._forget(outcome.number)
         with team.stopwatch.spent_on("compute"):
@@ -193,10 +194,15 @@ class Rounds:
             if self.personal is not None:
                 self.personal.forget(client, number)
 
+    def _failure(self, selected: int) -> str:
+        """Why the updates that have come do not move the model, as refused ones do not count; empty if they do."""
+        sums = self._path.aggregation
+        return sums.failure or ("" if sums.moves_always else round_failure(self._plan, selected, sums.updates))
+
     def _move(self, outcome: RoundOutcome) -> Callable[[Tensor], None] | None:
         """How the global model moves by the mean; None if too few updates counted."""
         aggregation = self._path.aggregation
-        if not aggregation.moves_always and (aggregation.updates < self._plan.fewest or outcome.failed):
+        if outcome.failed and not aggregation.moves_always:
             return None
         mean, extra = aggregation.mean()
         return lambda base: self.learner.move(base, mean, extra)

@@ -180,7 +180,7 @@ def request(client: int, peers: bytes = PEERS.digest, wanted: int | None = None)
         ("a", request(40), "not in the list of peers"),
         ("a", request(4, wanted=2), "it is client 4, not 2"),
         ("b", request(3), "it is client 3 in the list of peers, and 1 among the server's keys"),
-        ("c", request(0), "client 0 is first"),
+        ("c", request(0), "client 0 has joined already, under the name 'first'"),
     ],
 )
 def test_a_server_with_a_list_lets_in_those_who_are_in_it_and_have_the_same(

@@ -74,7 +74,7 @@ class Roster:
         if join.client is not None and not 0 <= join.client < self._clients:
             return f"there is no client {join.client}: the {self._clients:,} clients are numbered from 0"
         if join.client in self._names:
-            return f"client {join.client} is {self.label(join.client)}"
+            return _taken(join.client, self.label(join.client))
         return f"all {self._clients:,} clients have joined" if len(self._members) >= self._clients else ""
 
     def admit(self, name: Name, join: MembershipRequest, now: float) -> int:
@@ -152,7 +152,7 @@ class Roster:
         if name in enrolled and enrolled.index(name) != number:
             return f"it is client {number} in the list of peers, and {enrolled.index(name)} among the server's keys"
         if self._names.get(number, name) != name:
-            return f"client {number} is {self.label(number)}"
+            return _taken(number, self.label(number))
         return ""
 
     def _fixed_number(self, name: Name, join: MembershipRequest) -> int | None:
@@ -162,3 +162,11 @@ class Roster:
         if self._enrolled is not None and name in self._enrolled:
             return self._enrolled.index(name)
         return None if self._peers is None else self._peers.number_of(join.identity)
+
+
+def _taken(client: int, label: str) -> str:
+    """Why a number is not free."""
+    return (
+        f"client {client} has joined already, under the name {label!r}: start this one under that name if it is the "
+        f"same client, or else with a number of its own"
+    )
