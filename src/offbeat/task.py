@@ -71,6 +71,16 @@ class _Referable(ABC):
             f"data otherwise, as by data=dirichlet(0.3)."
         )
 
+    def client_data(self, folder: Path) -> Data:
+        """The data of a client of a federated deployment, in a folder of its own (`offbeat federated join --data`).
+
+        The train part is what it learns from; models are scored on its validation part, which may be empty.
+        """
+        raise TaskError(
+            f"{type(self).__name__} does not say how a client reads its data from {str(folder)!r}. Define "
+            f"client_data(folder), which returns offbeat.Data(train, validation, test)."
+        )
+
 
 class Task(_Referable):
     """A task for gradient descent. Subclass it, fill in the methods, and pass it to `offbeat.fit`."""
@@ -110,16 +120,6 @@ class Task(_Referable):
         """The loss on a batch: a mean over its examples. Override it where `criterion` is not enough."""
         inputs, target = batch
         return self.criterion(model(inputs), target)
-
-    def client_data(self, folder: Path) -> Data:
-        """The data of a client of a federated deployment, in a folder of its own (`offbeat federated join --data`).
-
-        The train part is what it learns from; models are scored on its validation part, which may be empty.
-        """
-        raise TaskError(
-            f"{type(self).__name__} does not say how a client reads its data from {str(folder)!r}. Define "
-            f"client_data(folder), which returns offbeat.Data(train, validation, test)."
-        )
 
     def tensor_plan(self, model: nn.Module) -> Mapping[str, str] | None:
         """How `tensor(ways)` splits the model's modules: `column`, `row`, `heads`, `vocabulary` or `whole`, by name.

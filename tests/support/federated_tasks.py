@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterable, Mapping
@@ -161,6 +162,30 @@ class Means(offbeat.IterativeTask):
 
     def score(self, params: Mapping[str, Tensor], data: Iterable[Any]) -> float:
         return -sum(float((batch[0][:, None] - params["means"]).square().min(dim=1).values.sum()) for batch in data)
+
+
+@dataclass(eq=False)
+class Average(offbeat.IterativeTask):
+    """The mean of numbers that are in clients' folders only."""
+
+    def data(self) -> offbeat.Data:
+        raise OSError("the numbers are at the clients")
+
+    def client_data(self, folder: Path) -> offbeat.Data:
+        numbers = TensorDataset(torch.tensor(json.loads((folder / "numbers.json").read_text()), dtype=torch.float64))
+        return offbeat.Data(numbers, numbers, numbers)
+
+    def initial(self) -> Mapping[str, Tensor]:
+        return {"mean": torch.zeros((), dtype=torch.float64)}
+
+    def statistics(self, params: Mapping[str, Tensor], batch: Any) -> Mapping[str, Tensor]:
+        return {"sum": batch[0].sum(), "count": torch.tensor(len(batch[0]))}
+
+    def update(self, params: Mapping[str, Tensor], total: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {"mean": total["sum"] / total["count"]}
+
+    def score(self, params: Mapping[str, Tensor], data: Iterable[Any]) -> float:
+        return -float(sum((batch[0] - params["mean"]).abs().sum() for batch in data))
 
 
 @dataclass(eq=False)

@@ -18,6 +18,7 @@ from offbeat.protocols.federated.messages import (
     Conclude,
     DeployedRound,
     Examine,
+    Examined,
     Goodbye,
     KeepFinal,
     MembershipRequest,
@@ -172,7 +173,7 @@ class SavedServer:
     def _work(self, work: Any, now: float) -> Any:
         match work:
             case Examine():
-                return ""
+                return Examined()
             case AddUpdate(client):
                 number = self.inner.state.number
                 self._begin(number)

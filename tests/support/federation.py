@@ -33,7 +33,7 @@ from offbeat.protocols.federated.secure.primitives import agreement_public, iden
 from offbeat.protocols.federated.secure.records import SecureRecords
 from offbeat.protocols.machine import Payload
 from offbeat.runtime.run.folder import MODEL_FILE
-from offbeat.task import TaskReference
+from offbeat.task import IterativeTask, TaskReference
 
 SILENCE = 3.0
 
@@ -63,6 +63,9 @@ def _child(log: str, result: str, act: str, words: dict[str, Any]) -> None:
 def break_client(task: Any, fault: str) -> None:
     """Make this process a faulty client: it raises, computes NaN, is slow, never ends, or lies about its size."""
     kind, batches = type(task), [0]
+    if isinstance(task, IterativeTask):
+        _break_sums(kind, fault)
+        return
     honest = kind.loss
 
     def loss(self: Any, model: Any, batch: Any) -> Any:
@@ -93,6 +96,23 @@ def break_client(task: Any, fault: str) -> None:
     if fault == "garbage":
         packed = client_work.packed
         client_work.packed = lambda vectors: _noise(packed(vectors).nbytes)
+
+
+def _break_sums(kind: Any, fault: str) -> None:
+    """Make this process a faulty client of an iterative task: it is slow, computes NaN or other statistics."""
+    honest = kind.statistics
+
+    def statistics(self: Any, params: Any, batch: Any) -> Any:
+        sums = dict(honest(self, params, batch))
+        if fault == "slow":
+            time.sleep(0.2)
+        if fault == "nan":
+            return {name: value * float("nan") if value.is_floating_point() else value for name, value in sums.items()}
+        if fault == "other statistics":
+            return {**sums, "square": sums["square"][:1], "more": sums["count"]}
+        return sums
+
+    kind.statistics = statistics
 
 
 def _noise(nbytes: int) -> Payload:

@@ -15,19 +15,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from torch.utils.data import Subset
+
 from offbeat import limits
-from offbeat.errors import RunError, TaskError, UsageError
-from offbeat.federated.client_work import ClientWork, from_folder, simulated_part
-from offbeat.federated.description import LARGEST, describe, encoded
+from offbeat.errors import RunError, UsageError
+from offbeat.federated.background_work import BackgroundWork
+from offbeat.federated.client_work import (
+    ClientWork,
+    HoldingOut,
+    folder_data,
+    from_folder,
+    simulated_part,
+)
+from offbeat.federated.description import LARGEST, TaskDescription, describe, described, encoded
 from offbeat.federated.peer_file import client_folder, read_peers, signing_key
 from offbeat.federated.server import reference_of
+from offbeat.federated.statistics_work import StatisticsWork, first_statistics
 from offbeat.protocols.federated.messages import SERVER, Conclude, FromClient, FromServer, MembershipRequest
 from offbeat.protocols.federated.peers import PeerList
 from offbeat.protocols.federated.round_client import RoundClient, SecureIdentity
 from offbeat.protocols.federated.secure.primitives import identity_public
 from offbeat.runtime.messages import Codec, Driver, Endpoint, Inbox, Keys, named
 from offbeat.runtime.run.folder import MODEL_FILE
-from offbeat.task import Task, TaskReference
+from offbeat.task import AnyTask, IterativeTask, TaskReference
+from offbeat.worker.federated_statistics import FlatTensors, IterativeModel
+from offbeat.worker.task_data import data_of
 
 _TURN: Final = 0.5
 _LEAVING: Final = 2.0  # Seconds that an interrupted client takes to say so.
@@ -55,7 +67,7 @@ class Participation:
 
 def join(
     address: str,
-    task: Task | str,
+    task: AnyTask | str,
     *,
     data: str | Path | None = None,
     part: int | None = None,
@@ -145,23 +157,22 @@ class ClientSettings:
 def run_client(reference: TaskReference, settings: ClientSettings, report: Callable[[str], None]) -> Participation:
     """Take part as one client."""
     task = reference.build()
-    if not isinstance(task, Task):
-        raise TaskError(f"{reference} has no model and no loss, and federated rounds need both.")
-    source = (
-        simulated_part(task, settings.part or 0) if settings.data is None else from_folder(task, Path(settings.data))
-    )
-    module = task.model()
-    description = encoded(describe(reference, module))
     folder = client_folder(Path(settings.out), settings.label)
     peers = None if settings.peers is None else read_peers(Path(settings.peers))
-    work = ClientWork(task, module, source, folder, report, masked_only=peers is not None)
+    if isinstance(task, IterativeTask):
+        work, description = _summing(reference, task, settings, folder, report)
+    else:
+        part, module = settings.part or 0, task.model()
+        source = simulated_part(task, part) if settings.data is None else from_folder(task, Path(settings.data))
+        description = describe(reference, module)
+        work = ClientWork(task, module, source, folder, report, masked_only=peers is not None)
     keys = None if settings.keys is None else Keys.load(Path(settings.keys))
     name = settings.endpoint if keys is None else named(keys.public)
     number = settings.part if settings.client is None else settings.client
     identity = _identity(folder, peers)
     public = b"" if identity is None else identity_public(identity.private)
     request = MembershipRequest(settings.label, number, public, b"" if peers is None else peers.digest)
-    machine = RoundClient(name, request, description, settings.timeout, identity)
+    machine = RoundClient(name, request, encoded(description), settings.timeout, identity)
     limit = max(LARGEST, 4 * work.model_bytes)
     codec: Codec[Any] = Codec(FromClient | FromServer, payload_limit=limit)
     fates: Counter[str] = Counter()
@@ -172,6 +183,30 @@ def run_client(reference: TaskReference, settings: ClientSettings, report: Calla
         raise RunError(_failure_in_words(machine, settings))
     client = machine.welcome.client if machine.welcome is not None else -1
     return Participation(client, dict(fates), work.last_score, folder / MODEL_FILE, work.personal)
+
+
+def _summing(
+    reference: TaskReference,
+    task: IterativeTask,
+    settings: ClientSettings,
+    folder: Path,
+    report: Callable[[str], None],
+) -> tuple[BackgroundWork, TaskDescription]:
+    """A client of an iterative task, which reads its data before it joins: it says what statistics it has."""
+    if settings.peers is not None:
+        raise UsageError(
+            f"--peers is for updates that are masked, and statistics of {type(task).__name__} have no bound, so they "
+            f"cannot be. Omit it."
+        )
+    if settings.data is None:
+        train, source = data_of(task).train, simulated_part(task, settings.part or 0)
+    else:
+        data = folder_data(task, Path(settings.data))
+        train, source = data.train, lambda _rules, _seed: HoldingOut(data, Subset(data.train, []))
+    model = IterativeModel(task)
+    statistics = first_statistics(task, model, train)
+    work = StatisticsWork(task, model, FlatTensors(statistics, "the statistics"), source, folder, report)
+    return work, described(reference, model.initial, statistics)
 
 
 def _identity(folder: Path, peers: PeerList | None) -> SecureIdentity | None:
@@ -187,7 +222,7 @@ def _identity(folder: Path, peers: PeerList | None) -> SecureIdentity | None:
     return SecureIdentity(private, secrets.token_bytes, None if peers is None else peers.known)
 
 
-def _drive(machine: RoundClient, endpoint: Endpoint[Any], work: ClientWork, fates: Counter[str]) -> None:
+def _drive(machine: RoundClient, endpoint: Endpoint[Any], work: BackgroundWork, fates: Counter[str]) -> None:
     inbox = Inbox(endpoint)
     work.start(inbox)
 

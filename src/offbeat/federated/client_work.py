@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import queue
-import threading
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,26 +15,21 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from offbeat.errors import DataError, OffbeatError, StrategyError
-from offbeat.federated.server_work import score_on
+from offbeat.federated.background_work import AbandonedError, BackgroundWork, rules_from
+from offbeat.federated.server_model import score_on
 from offbeat.federated.vectors import UpdateFormat, packed, unpacked
 from offbeat.protocols.federated.client_parts import by_size, held_out
 from offbeat.protocols.federated.messages import (
-    Abandon,
-    ClientFailure,
-    Conclude,
     EncodeUpdate,
     Finish,
     Goodbye,
-    KeepFinal,
-    Prepare,
     RoundTask,
-    Train,
+    Settled,
     Trained,
     UpdateSent,
     Welcome,
 )
-from offbeat.protocols.federated.secure.client import MaskWork
-from offbeat.protocols.machine import Done, Payload
+from offbeat.protocols.machine import Payload
 from offbeat.protocols.partition import mixed
 from offbeat.runtime.federated.aggregation import ClientUpdate
 from offbeat.runtime.federated.client_state import ClientState, ClientStates
@@ -46,14 +38,13 @@ from offbeat.runtime.federated.flat_model import FlatModel
 from offbeat.runtime.federated.local_training import LocalTrainer, Visit, check_loss, examples_of
 from offbeat.runtime.federated.noise import SystemNoise
 from offbeat.runtime.federated.secure_mean import SecureMean, adopt
-from offbeat.runtime.messages import Inbox
 from offbeat.runtime.run.folder import MODEL_FILE
 from offbeat.strategies import combined
 from offbeat.strategies.federated.personal import MODEL, STREAM, PersonalTrainer
 from offbeat.strategies.federated.strategy import Federated
 from offbeat.strategies.federated.update_path import aggregation, layout_of, update_filters
 from offbeat.strategies.language.parser import parse_built_in
-from offbeat.task import Data, Task
+from offbeat.task import AnyTask, Data, Task
 from offbeat.worker.client_data import divided
 from offbeat.worker.model_file import save_model
 from offbeat.worker.task_data import data_of, size_of
@@ -80,34 +71,35 @@ DataSource = Callable[[Federated, int], HoldingOut]
 """Gets a client's data, once the rules and the seed are known."""
 PERSONAL_FILE: Final = "personal.safetensors"
 """The client's own model, in its folder."""
-LONGEST_TEXT: Final = 20_000
-"""Characters of a traceback that are sent."""
 
 
-class AbandonedError(Exception):
-    """The update of this round is not wanted any more."""
+def from_folder(task: AnyTask, folder: Path) -> DataSource:
+    """A client's data, read by its task from a folder, once it is needed."""
+    check_folder(folder)
+    return lambda rules, seed: HoldingOut.of(folder_data(task, folder), rules, seed)
 
 
-def from_folder(task: Task, folder: Path) -> DataSource:
-    """A client's data, read by its task from a folder."""
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that does not exist."""
     if not folder.is_dir():
         raise DataError(f"There is no folder {str(folder)!r}. Give --data the folder with this client's data.")
 
-    def read(rules: Federated, seed: int) -> HoldingOut:
-        data: Any = task.client_data(folder)
-        if not isinstance(data, Data):
-            raise DataError(
-                f"{type(task).__name__}.client_data() is a {type(data).__name__}. Return offbeat.Data(train, "
-                f"validation, test)."
-            )
-        if isinstance(data.train, IterableDataset):
-            raise DataError("the training data is a stream, and a client goes over its examples in random order.")
-        return HoldingOut.of(data, rules, seed)
 
-    return read
+def folder_data(task: AnyTask, folder: Path) -> Data:
+    """What a task reads from a client's folder."""
+    check_folder(folder)
+    data: Any = task.client_data(folder)
+    if not isinstance(data, Data):
+        raise DataError(
+            f"{type(task).__name__}.client_data() is a {type(data).__name__}. Return offbeat.Data(train, "
+            f"validation, test)."
+        )
+    if isinstance(data.train, IterableDataset):
+        raise DataError("the training data is a stream, and a client goes over its examples in random order.")
+    return data
 
 
-def simulated_part(task: Task, client: int) -> DataSource:
+def simulated_part(task: AnyTask, client: int) -> DataSource:
     """The part of the task's own data that this client has in simulation."""
 
     def take(rules: Federated, seed: int) -> HoldingOut:
@@ -149,8 +141,8 @@ class _Outfit:
 
 
 @dataclass
-class ClientWork:
-    """A client's model, data and background thread."""
+class ClientWork(BackgroundWork):
+    """A client's model and data: it trains."""
 
     task: Task
     module: nn.Module
@@ -160,19 +152,13 @@ class ClientWork:
     """Shows a line."""
     masked_only: bool = False
     """Whether it takes part only where updates are masked, whatever the server wants."""
-    last_score: float | None = None
-    personal: tuple[float, ...] | None = None
-    """Scores of the final model and of this client's own on what it holds out."""
     _flat: FlatModel = field(init=False)
-    _jobs: queue.SimpleQueue[tuple[Any, Any]] = field(default_factory=queue.SimpleQueue[Any])
-    _abandoned: set[int] = field(default_factory=set[int])
     _unsettled: dict[int, list[tuple[ClientStates, ClientState]]] = field(
         default_factory=dict[int, "list[tuple[ClientStates, ClientState]]"]
     )
     _unsent: ClientUpdate | None = None  # Waits for its secure sum.
     _number: int = 0  # The round that it trains for.
     _outfit: _Outfit | None = None
-    _inbox: Inbox | None = None
 
     def __post_init__(self) -> None:
         self._flat = FlatModel(self.module)
@@ -182,65 +168,11 @@ class ClientWork:
         """Size of the model."""
         return self._flat.nbytes
 
-    def start(self, inbox: Inbox) -> None:
-        """Start the background thread, which hands its results to the machine."""
-        self._inbox = inbox
-        threading.Thread(target=self._labour, name="client work", daemon=True).start()
-
-    def do(self, work: Any, _token: Any) -> Any:
-        """Do work of the machine, now or in the background."""
-        match work:
-            case Abandon(number):
-                self._abandoned.add(number)
-            case Conclude(settled):
-                self._conclude(settled.number, settled.fate, settled.why)
-            case Train(task):
-                self._jobs.put((work, ("train", task.number)))
-            case EncodeUpdate():
-                self._jobs.put((work, ("encode", work.number)))
-            case MaskWork():
-                return work()
-            case KeepFinal():
-                self._jobs.put((work, "final"))
-            case _:
-                self._jobs.put((work, "ready"))
-        return None
-
-    def _labour(self) -> None:
-        torch.set_num_threads(1)  # As in simulation: with several, sums inside an operator depend on their number.
-        while True:
-            work, token = self._jobs.get()
-            number = work.task.number if isinstance(work, Train) else 0
-            try:
-                result = self._result(work)
-            except AbandonedError:
-                result = None
-            except BaseException as error:
-                text = "".join(traceback.format_exception(error))
-                result = ClientFailure(number, f"{type(error).__name__}: {error}"[:LONGEST_TEXT], text[-LONGEST_TEXT:])
-            if self._inbox is not None:
-                self._inbox.put(Done(token, result))
-
-    def _result(self, work: Any) -> Any:
-        match work:
-            case Prepare(welcome):
-                return self._prepare(welcome)
-            case Train(task, model):
-                return self._train(task, model)
-            case KeepFinal(finish, model):
-                return self._keep(finish, model)
-            case EncodeUpdate():
-                return self._encode(work)
-            case _:
-                raise TypeError(type(work).__name__)
-
     # In the background.
 
     def _prepare(self, welcome: Welcome) -> int:
+        rules = rules_from(welcome)
         strategy = combined(parse_built_in(welcome.strategy))
-        rules = strategy.exchange
-        if not isinstance(rules, Federated):
-            raise StrategyError(f"the server runs {strategy}, which is not federated.")
         if self.masked_only and not rules.secure:
             raise StrategyError(_unmasked(welcome.strategy))
         parted, task, flat = self.source(rules, welcome.seed), self.task, self._flat
@@ -403,7 +335,8 @@ class ClientWork:
 
     # On the machine's thread.
 
-    def _conclude(self, number: int, fate: str, why: str) -> None:
+    def _conclude(self, settled: Settled) -> None:
+        number, fate, why = settled.number, settled.fate, settled.why
         self.report(f"round {number}: {fate}" + (f": {why}" if why else ""))
         pending, outfit = self._unsettled.pop(number, []), self._outfit
         if fate == "accepted" and outfit is not None:

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from offbeat import limits
 from offbeat.errors import CheckpointError, NonFiniteError, StrategyError, TaskError, UsageError, WaitError
-from offbeat.federated.description import LARGEST
+from offbeat.federated.description import LARGEST, MOST_STATISTICS
 from offbeat.federated.peer_file import read_peers
 from offbeat.federated.server_work import RoundRecord, ServerWork
 from offbeat.protocols.federated.federation_state import HOPELESS
@@ -29,7 +29,7 @@ from offbeat.protocols.federated.plan import MOST_PATIENT, RoundPlan
 from offbeat.protocols.federated.round_server import RoundServer
 from offbeat.protocols.federated.secure.plan import MOST_NEIGHBOURS
 from offbeat.protocols.machine import Name
-from offbeat.run.job import Script, earlier, plain_target, short_name, target_from_plain, target_of
+from offbeat.run.job import Script, check_iterative, earlier, plain_target, short_name, target_from_plain, target_of
 from offbeat.runtime.messages import Codec, Driver, Endpoint, Keys, named
 from offbeat.runtime.run.folder import RunFolder, environment
 from offbeat.runtime.run.metrics import Ledger
@@ -41,7 +41,7 @@ from offbeat.strategies import Combined, Strategy, combined, parse
 from offbeat.strategies.federated.personal import compared
 from offbeat.strategies.federated.strategy import Federated
 from offbeat.strategies.federated.update_path import rules_of
-from offbeat.task import Task, TaskReference
+from offbeat.task import AnyTask, IterativeTask, Task, TaskReference
 
 LOOPBACK: Final = "tcp://127.0.0.1:*"
 _TURN: Final = 0.2  # Seconds after which the display is refreshed even if nothing happens.
@@ -137,7 +137,7 @@ class _NoWatcher(FederationWatcher):
 
 
 def serve(
-    task: Task | str,
+    task: AnyTask | str,
     strategy: str | Strategy,
     *,
     rounds: int | None = None,
@@ -190,7 +190,9 @@ def federation_of(
     """A new federation for a task; `more` are its further fields."""
     whole = combined(parse(str(strategy)))
     if rounds is None:
-        rounds = rules_of(whole).rounds(_built(reference).epochs) if isinstance(whole.exchange, Federated) else 1
+        task = reference.build()
+        passes = rules_of(whole).rounds(task.epochs) if isinstance(task, Task) else task.steps
+        rounds = passes if isinstance(whole.exchange, Federated) else 1
     return Federation(
         strategy=str(whole),
         rounds=rounds,
@@ -228,7 +230,7 @@ def resume(
     return run_server(reference, federation, Path(run), watcher, resumed=True)
 
 
-def reference_of(task: Task | str) -> TaskReference:
+def reference_of(task: AnyTask | str) -> TaskReference:
     """The task that is meant; a script is refused."""
     what = target_of(task)
     if isinstance(what, Script):
@@ -250,7 +252,9 @@ def run_server(
     # As in a simulated run, so that the model starts with the same numbers.
     torch.set_num_threads(1)
     seed_everything(federation.seed)
-    task = _built(reference)
+    task = reference.build()
+    if isinstance(task, IterativeTask):
+        check_iterative(task, federation.parsed)
     folder = RunFolder.open(place) if resumed else RunFolder.create(place, short_name(reference), federation.strategy)
     serving = _Serving(reference, task, federation, folder, enrolled, keys, peers, watcher or _NoWatcher())
     return serving.run()
@@ -262,7 +266,7 @@ class _Serving:
     def __init__(
         self,
         reference: TaskReference,
-        task: Task,
+        task: AnyTask,
         federation: Federation,
         folder: RunFolder,
         enrolled: list[Name] | None,
@@ -305,9 +309,8 @@ class _Serving:
             secure=self._work.secure_terms(),
             peers=peers,
         )
-        codec: Codec[Any] = Codec(
-            FromClient | FromServer, payload_limit=max(LARGEST, 4 * model.nbytes, 2 * update_bytes)
-        )
+        largest = 2 * update_bytes if isinstance(task, Task) else MOST_STATISTICS * torch.float64.itemsize
+        codec: Codec[Any] = Codec(FromClient | FromServer, payload_limit=max(LARGEST, 4 * model.nbytes, largest))
         self._endpoint: Endpoint[Any] = Endpoint(
             SERVER, codec, bind=federation.address, keys=keys, named_by_key=keys is not None
         )
@@ -433,15 +436,6 @@ class _Serving:
             federated=dict(counts),
             error=None if error is None else failure(error),
         )
-
-
-def _built(reference: TaskReference) -> Task:
-    task = reference.build()
-    if not isinstance(task, Task):
-        raise TaskError(
-            f"{reference} has no model and no loss, and federated rounds need both. Give a subclass of Task."
-        )
-    return task
 
 
 def _personal(rules: Federated, scores: Sequence[tuple[float, ...]]) -> dict[str, Any]:

@@ -11,25 +11,23 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from msgspec import structs
+from torch import Tensor
 
 from offbeat.errors import RunError
-from offbeat.federated.description import describe, difference
+from offbeat.federated.description import StatisticForms, bad_statistics, decoded, difference
+from offbeat.federated.server_model import StatisticsModel, server_model
 from offbeat.federated.store import ServerStore
-from offbeat.federated.vectors import UpdateFormat, packed
+from offbeat.federated.vectors import UpdateFormat
 from offbeat.protocols.federated.buffered_turns import ClientTurn, staleness_factor
 from offbeat.protocols.federated.federation_state import FederationState
-from offbeat.protocols.federated.messages import AddUpdate, CloseRound, DeployedRound, Examine, RoundClosed
+from offbeat.protocols.federated.messages import AddUpdate, CloseRound, DeployedRound, Examine, Examined, RoundClosed
 from offbeat.protocols.federated.secure.plan import SecureEncoding
 from offbeat.protocols.federated.secure.recovery import Unmasking
 from offbeat.protocols.federated.secure_sums import SecureTerms
 from offbeat.protocols.machine import Payload
 from offbeat.runtime.federated.aggregation import ClientUpdate, Selected, alone
 from offbeat.runtime.federated.exact_sum import ExactSum
-from offbeat.runtime.federated.flat_model import FlatModel
-from offbeat.runtime.federated.local_training import LocalTrainer
-from offbeat.runtime.federated.noise import SystemNoise
 from offbeat.runtime.federated.private_secure_mean import PrivateSecureMean
 from offbeat.runtime.federated.round_log import RoundLog
 from offbeat.runtime.federated.secure_mean import SecureMean
@@ -37,11 +35,11 @@ from offbeat.runtime.run.folder import METRICS_FILE, MODEL_FILE, MetricsWriter
 from offbeat.runtime.run.metrics import Ledger
 from offbeat.simulate.federated import ClientTimes, Participant, RoundOutcome, RoundProgress, participant
 from offbeat.strategies._base import Combined
-from offbeat.strategies.federated.update_path import rules_of, update_path
-from offbeat.task import Task, TaskReference
+from offbeat.strategies.federated.update_path import UpdatePath, rules_of
+from offbeat.task import AnyTask, TaskReference
 from offbeat.worker.federated_learner import GlobalModel
-from offbeat.worker.model_file import save_model
-from offbeat.worker.task_data import data_of, loader_over
+from offbeat.worker.model_file import write_tensors
+from offbeat.worker.task_data import data_of
 
 SCORE: Final = "score"
 
@@ -61,7 +59,7 @@ class ServerWork:
 
     def __init__(
         self,
-        task: Task,
+        task: AnyTask,
         reference: TaskReference,
         strategy: Combined,
         seed: int,
@@ -76,25 +74,29 @@ class ServerWork:
         self.earlier_seconds = 0.0
         self.shown: Callable[[RoundRecord], None] = lambda _record: None
         """Gets every round that is closed."""
-        module = task.model()
-        self._own = describe(reference, module)
-        self._task, self._strategy, self.rules = task, strategy, rules_of(strategy)
-        self.flat = FlatModel(module)
-        optimizer = task.optimizer(self.flat.parameters)
-        self._schedule = task.schedule(optimizer)
-        self._trainer = LocalTrainer(self.flat, optimizer, _no_data, _no_data, seed, 1, None)
-        self._server = self.rules.algorithm.server(self.flat, self.rules.clients)
-        # Noise comes from the system, as clients know the seed.
-        self.path = update_path(strategy, self.flat, seed, SystemNoise())
-        self.format = UpdateFormat.of(self.path.layout, self.path.filters)
-        kept = {"server": self._server, "aggregation": self.path.aggregation, "optimizer": optimizer}
-        self.model = GlobalModel(
-            self.flat.values.clone(), kept if self._schedule is None else {**kept, "schedule": self._schedule}
-        )
+        self._evaluate_every = task.evaluate_every or 1
+        self._strategy, self.rules = strategy, rules_of(strategy)
+        self._moves = server_model(task, strategy, seed)
+        self._own = self._moves.describe(reference)
         self.store = ServerStore(run)
         self._validation = data_of(task).validation if validate else None
         self._log, self._metrics = RoundLog(run), MetricsWriter(run / METRICS_FILE)
         self._adding = 0  # The round whose updates are in the aggregation.
+
+    @property
+    def path(self) -> UpdatePath:
+        """The way of an update to the move of the model."""
+        return self._moves.path
+
+    @property
+    def format(self) -> UpdateFormat:
+        """How updates travel."""
+        return UpdateFormat.of(self.path.layout, self.path.filters)
+
+    @property
+    def model(self) -> GlobalModel:
+        """The global model."""
+        return self._moves.model
 
     @property
     def seconds(self) -> float:
@@ -104,6 +106,8 @@ class ServerWork:
     def load(self) -> FederationState | None:
         """Go on where an earlier process was; None if there was none."""
         state = self.store.load()
+        if forms := self.store.read_statistics():
+            self._expect(forms)
         if state is None:
             self.path.aggregation.prepare(self._rounds)
             self._keep(0)
@@ -118,13 +122,13 @@ class ServerWork:
 
     def payload(self) -> Payload:
         """What clients get."""
-        return packed([self.model.base, self._server.start_message()])
+        return self._moves.payload()
 
     def do(self, work: Any, state: FederationState) -> Any:
         """Do work of the machine."""
         match work:
             case Examine():
-                return difference(self._own, work.description)
+                return self._examine(work.description)
             case AddUpdate():
                 return self._add(work, state)
             case CloseRound():
@@ -133,6 +137,27 @@ class ServerWork:
                 return work()
             case _:
                 raise RunError(f"{type(work).__name__} is not work of a federated server.")
+
+    def _examine(self, description: Payload) -> Examined:
+        """Compare a client's model and task with the server's; the first client with statistics fixes their form."""
+        other = decoded(description)
+        if isinstance(other, str):
+            return Examined(other)
+        why = difference(self._own, other) or bad_statistics(other.statistics)
+        if not why and other.statistics and not self._own.statistics:
+            if not isinstance(self._moves, StatisticsModel):
+                return Examined("it has statistics, and its task has none")
+            self.store.write_statistics(other.statistics)
+            self._expect(other.statistics)
+        return Examined(why, self.format.nbytes)
+
+    def _expect(self, forms: StatisticForms) -> None:
+        """Clients send statistics of these forms."""
+        self._own = structs.replace(self._own, statistics=forms)
+        if isinstance(self._moves, StatisticsModel):
+            self._moves.expect(forms)
+            self.path.aggregation.prepare(self._rounds)
+            self._adding = 0
 
     # A round.
 
@@ -227,19 +252,14 @@ class ServerWork:
         sums.combine(alone)
 
     def _close(self, work: CloseRound, state: FederationState) -> RoundClosed:
-        model, sums, outcome = self.model, self.path.aggregation, work.outcome
+        sums, outcome = self.path.aggregation, work.outcome
         self._combine(work, state)
         moved = sums.moves_always or not outcome.failed
         if moved:
-            mean, extra = sums.mean()
-            if self.rules.algorithm.whole_gradient:
-                self._trainer.step(model.base, mean)
-            else:
-                self._server.apply(model.base, mean, extra)
-        if self._schedule is not None:
-            self._schedule.step()
+            self._moves.move(*sums.mean(), examples=sum(_sizes(state).values()), number=outcome.number)
+        self._moves.round_done()
         progress = RoundProgress(outcome.number, outcome.version + moved, self.seconds)
-        model.go_on(progress, None)
+        self.model.go_on(progress, None)
         self.ledger.steps, self.ledger.samples = outcome.number, self.ledger.samples + sums.examples
         loss = sums.loss if sums.updates else math.nan
         score = self._score(outcome)
@@ -255,17 +275,14 @@ class ServerWork:
         score = _mean(scores)
         if self._validation is None and score is not None:
             self._report(score, math.nan, self.ledger.steps)
-        self.flat.load(self.model.base)
-        save_model(self.flat.module, self.run / MODEL_FILE)
+        write_tensors(self._moves.trained(), self.run / MODEL_FILE)
 
     def _score(self, outcome: DeployedRound) -> float | None:
-        every = self._task.evaluate_every or 1
         if self._validation is None:
             return _mean(outcome.scores)
-        if outcome.number % every:
+        if outcome.number % self._evaluate_every:
             return None
-        self.flat.load(self.model.base)
-        return score_on(self._task, self.flat.module, self._validation)
+        return self._moves.score(self._validation)
 
     def _report(self, score: float | None, loss: float, step: int) -> bool:
         """Judge the score of the model after some round, and write it down; returns whether the target is reached."""
@@ -316,14 +333,6 @@ class ServerWork:
         )
 
 
-def score_on(task: Task, module: nn.Module, data: Any) -> float:
-    """A task's score of a model on some data."""
-    batches = loader_over(data, task.evaluate_batch, task.collate, shuffle=False)
-    with torch.no_grad():
-        module.eval()
-        return float(task.score(module, batches))
-
-
 def _closed_rounds(state: FederationState) -> int:
     """How many rounds are closed."""
     return state.number - (state.phase in ("gathering", "summing", "closing"))
@@ -342,7 +351,3 @@ def _mean(scores: Iterable[tuple[float, int]]) -> float | None:
     known = list(scores)
     total = sum(count for _, count in known)
     return sum(score * count for score, count in known) / total if total else None
-
-
-def _no_data(_any: Any) -> Any:
-    raise RunError("A federated server has no data to train on.")

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from offbeat.errors import CheckpointError, OutputError
+from offbeat.federated.description import StatisticForms, bad_statistics
 from offbeat.protocols.federated.federation_state import FederationState
 from offbeat.runtime.run.untrusted_files import parse_json
 from offbeat.runtime.state.checkpoint import metadata_of, write_state
@@ -21,6 +22,7 @@ from offbeat.runtime.state.tensor_tree import put_together
 FOLDER: Final = "federation"
 """The folder, in that of the run, of everything a server needs to go on."""
 _STATE: Final = "state.json"
+_STATISTICS: Final = "statistics.json"
 
 
 class ServerStore:
@@ -73,6 +75,28 @@ class ServerStore:
     def read_update(self, number: int, client: int) -> dict[str, Any]:
         """An update that was kept."""
         return _read(self._updates(number) / f"{client}.safetensors")
+
+    def write_statistics(self, forms: StatisticForms) -> None:
+        """Keep what the clients of an iterative task sum, which the first of them said."""
+        path = self._folder / _STATISTICS
+        draft = path.with_suffix(".draft")
+        with _Writing(path):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            draft.write_bytes(msgspec.json.encode(forms))
+            draft.replace(path)
+
+    def read_statistics(self) -> StatisticForms:
+        """What clients sum; empty if none has said it."""
+        path = self._folder / _STATISTICS
+        if not path.exists():
+            return {}
+        try:
+            forms = msgspec.json.decode(path.read_bytes(), type=StatisticForms)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}. The server cannot go on from it.") from error
+        if why := bad_statistics(forms):
+            raise CheckpointError(f"{path} was changed: {why}. The server cannot go on from it.")
+        return forms
 
     def forget_updates(self, number: int) -> None:
         """The round is closed: no single update stays."""

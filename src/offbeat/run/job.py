@@ -24,6 +24,7 @@ from offbeat.runtime.run.untrusted_files import is_file, is_folder, is_there
 from offbeat.runtime.state.checkpoint import newest, newest_step
 from offbeat.strategies import Combined, Pipeline, combined, parse
 from offbeat.strategies.federated.strategy import Federated
+from offbeat.strategies.federated.update_path import rules_of
 from offbeat.strategies.sandblaster import Sandblaster
 from offbeat.strategies.splitting.layouts import check_placement, relaid
 from offbeat.task import AnyTask, IterativeTask, Task, TaskReference, reference_to
@@ -184,16 +185,21 @@ def _check_data_servers(task: AnyTask | None, strategy: Combined) -> None:
         )
 
 
+def check_iterative(task: IterativeTask, strategy: Combined) -> None:
+    """Refuse what clients that send statistics cannot do."""
+    name = type(task).__name__
+    rules_of(strategy).check_iterative(name)
+    if strategy.compressions:
+        raise StrategyError(
+            f"{strategy.compressions[0]} cannot be used with {name}: its clients send sums of statistics anew in "
+            f"every round, so what one message left out would never be sent. Omit it."
+        )
+
+
 def _check_federated(task: AnyTask, strategy: Combined, rules: Federated, hosts: Hosts | None) -> None:
     """Refuse what clients of this task cannot do, and warn of a promise that is weak."""
-    name = type(task).__name__
     if isinstance(task, IterativeTask):
-        rules.check_iterative(name)
-        if strategy.compressions:
-            raise StrategyError(
-                f"{strategy.compressions[0]} cannot be used with {name}: its clients send sums of statistics anew in "
-                f"every round, so what one message left out would never be sent. Omit it."
-            )
+        check_iterative(task, strategy)
     owing = [part for part in strategy.compressions if getattr(part, "owes", False)]
     if owing and hosts is not None and len(set(hosts.of_workers())) > 1:
         raise StrategyError(

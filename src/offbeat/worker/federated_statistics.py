@@ -58,6 +58,41 @@ def _in_words(shapes: Mapping[str, torch.Size]) -> str:
     return "(" + ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items()) + ")"
 
 
+class IterativeModel:
+    """The parameters of an `IterativeTask` as one vector: what clients compute from it, and how it moves."""
+
+    def __init__(self, task: IterativeTask) -> None:
+        self._task = task
+        self.initial = task.initial()
+        """The parameters to start from."""
+        self.params = FlatTensors(self.initial, "the parameters")
+        """All parameters, by name."""
+
+    @property
+    def first(self) -> Tensor:
+        """The vector to start from."""
+        return self.params.pack(self.initial)
+
+    def mean(self, statistics: FlatTensors, params: Mapping[str, Tensor], batch: Any, examples: int) -> Tensor:
+        """The statistics of all of a client's examples, by example."""
+        return statistics.pack(self._task.statistics(params, batch)).div_(examples)
+
+    def move(self, base: Tensor, total: Mapping[str, Tensor], number: int) -> None:
+        """Compute new parameters from the total of round `number`."""
+        after = self.params.pack(self._task.update(self.params.unpack(base), total))
+        if not bool(torch.isfinite(after).all()):
+            bad = [name for name, value in self.params.unpack(after).items() if not bool(torch.isfinite(value).all())]
+            raise NonFiniteError(
+                f"parameter {bad[0]!r} became NaN or infinite in round {number}. The last checkpoint is from before."
+            )
+        base.copy_(after)
+
+    def score(self, params: Mapping[str, Tensor], data: Dataset[Any]) -> float:
+        """The score of parameters on all examples at once."""
+        batches = loader_over(data, size_of(data), self._task.collate, shuffle=False)
+        return float(self._task.score(params, batches))
+
+
 class StatisticsLearner(Learner):
     """Clients sum the statistics of an `IterativeTask` over their data.
 
@@ -69,47 +104,38 @@ class StatisticsLearner(Learner):
     def __init__(self, task: IterativeTask, team: Team, examples: Examples, parts: ClientParts) -> None:
         self._task, self._team = task, team
         self._all = int(parts.sizes.sum())
-        first = task.initial()
-        self._params = FlatTensors(first, "the parameters")
+        self._steps = IterativeModel(task)
         self._load = examples
-        probe = parts.part(int(np.flatnonzero(parts.sizes)[0]))[:1]
-        self._statistics = FlatTensors(self._sums(first, probe), "the statistics")
+        probe = task.statistics(self._steps.initial, self._batch(parts.part(int(np.flatnonzero(parts.sizes)[0]))[:1]))
+        self._statistics = FlatTensors(probe, "the statistics")
         layout = UpdateLayout(self._statistics.size, self._statistics.size, torch.float64)
         strategy = team.strategy
         self.path = UpdatePath(
             layout,
             update_filters(strategy, layout, team.seed),
             aggregation(strategy, layout, team.seed),
-            self._params.size * torch.float64.itemsize,
+            self._steps.params.size * torch.float64.itemsize,
         )
         self.keeps_state = self.path.keeps_state
-        self.model = GlobalModel(self._params.pack(first), {"aggregation": self.path.aggregation})
+        self.model = GlobalModel(self._steps.first, {"aggregation": self.path.aggregation})
         self._at: tuple[int, dict[str, Tensor]] = (-1, {})
 
-    def _sums(self, params: Mapping[str, Tensor], indices: Any) -> Mapping[str, Tensor]:
-        return self._task.statistics(params, on_device(self._load(indices), self._team.device))
+    def _batch(self, indices: Any) -> Any:
+        return on_device(self._load(indices), self._team.device)
 
     def result(self, visit: Visit, base: Tensor, state: ClientState | None) -> LocalResult:
         """The statistics of all of the client's examples, by example."""
         del state
         if self._at[0] != visit.number:
-            self._at = visit.number, self._params.unpack(base)
-        sums = self._statistics.pack(self._sums(self._at[1], visit.indices))
+            self._at = visit.number, self._steps.params.unpack(base)
         examples = len(visit.indices)
-        return LocalResult(sums.div_(examples), None, float("nan"), examples)
+        mean = self._steps.mean(self._statistics, self._at[1], self._batch(visit.indices), examples)
+        return LocalResult(mean, None, float("nan"), examples)
 
     def move(self, base: Tensor, mean: Tensor, extra: Tensor | None) -> None:
         """Compute new parameters from the total."""
         del extra
-        total = self._statistics.unpack(mean * self._all)
-        after = self._params.pack(self._task.update(self._params.unpack(base), total))
-        if not bool(torch.isfinite(after).all()):
-            bad = [name for name, value in self._params.unpack(after).items() if not bool(torch.isfinite(value).all())]
-            raise NonFiniteError(
-                f"parameter {bad[0]!r} became NaN or infinite in round {self._team.step + 1}. The last checkpoint is "
-                f"from before."
-            )
-        base.copy_(after)
+        self._steps.move(base, self._statistics.unpack(mean * self._all), self._team.step + 1)
 
     def round_done(self) -> None:
         """Nothing goes by rounds."""
@@ -121,4 +147,4 @@ class StatisticsLearner(Learner):
 
     def trained(self) -> dict[str, Tensor]:
         """The global parameters by name."""
-        return self._params.unpack(self.model.base)
+        return self._steps.params.unpack(self.model.base)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from offbeat.protocols.federated.buffered_turns import BufferedTurns, BufferState
 from offbeat.protocols.federated.federation_state import HOPELESS
-from offbeat.protocols.federated.messages import SERVER, Beat, MembershipRequest, Settled, UpdateSent
+from offbeat.protocols.federated.messages import SERVER, Beat, Examine, Examined, MembershipRequest, Settled, UpdateSent
 from offbeat.protocols.federated.plan import ClientSpeeds, RoundPlan
 from offbeat.protocols.federated.round_server import RoundServer
 from offbeat.protocols.machine import Done, Payload, Received, Send, Start
@@ -144,7 +144,8 @@ class Desk:
             if isinstance(effect, Send):
                 sent.append(effect.message)
             elif isinstance(effect, Start) and effect.token not in (None, "closed"):
-                todo += self.server.on(Done(effect.token, ""), 1.0)
+                result = Examined() if isinstance(effect.work, Examine) else ""
+                todo += self.server.on(Done(effect.token, result), 1.0)
         return sent
 
     def update(self, client: int, version: int = 0, nbytes: int = 8) -> list[Any]:

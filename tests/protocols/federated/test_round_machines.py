@@ -22,6 +22,7 @@ from offbeat.protocols.federated.messages import (
     ClientFailure,
     ClientLeave,
     Examine,
+    Examined,
     Goodbye,
     MembershipRequest,
     Refused,
@@ -31,6 +32,7 @@ from offbeat.protocols.federated.messages import (
     UnknownClient,
     UpdateSent,
     Welcome,
+    patience_for,
 )
 from offbeat.protocols.federated.plan import ClientSpeeds, RoundPlan
 from offbeat.protocols.federated.round_server import RoundServer
@@ -184,9 +186,10 @@ class Table:
     """A server, to which messages are handed one by one."""
 
     def __init__(self, rules: RoundPlan, rounds: int = 3, **more: Any) -> None:
-        self.server = RoundServer(SERVER, rules, 0, rounds, Payload(8), 8, **more)
+        self.server = RoundServer(SERVER, rules, 0, rounds, Payload(8), **{"update_bytes": 8, **more})
         self.now, self.sent = 0.0, list[Send]()
         self.take_as: Callable[[AddUpdate], str] = lambda _work: ""
+        self.examined = Examined()
         self._perform(self.server.begin(0.0))
 
     def _perform(self, effects: Any) -> None:
@@ -198,7 +201,7 @@ class Table:
             elif isinstance(effect, Start):
                 match effect.work:
                     case Examine():
-                        result: Any = ""
+                        result: Any = self.examined
                     case AddUpdate() as work:
                         result = self.take_as(work)
                     case _:
@@ -226,6 +229,16 @@ class Table:
 
 def update(number: int = 1) -> UpdateSent:
     return UpdateSent(number, 0.5, 5)
+
+
+def test_the_size_of_updates_is_what_the_first_client_says_and_large_ones_are_waited_for_longer() -> None:
+    table = Table(plan(clients=2, fraction=1.0), update_bytes=0)
+    patience = table.server.roster.patience
+    table.examined = Examined(update_bytes=3_000_000)
+    table.filled()
+    assert table.server.roster.patience == patience_for(table.server.plan.silence, 3_000_000) > patience
+    assert [message.fate for message in table.hear(0, update(), 8)] == ["refused"]
+    assert table.hear(1, update(), 3_000_000)[0].fate == "accepted"
 
 
 def test_the_first_round_waits_for_all_clients_or_for_as_many_as_are_wanted() -> None:

@@ -97,7 +97,7 @@ class RoundTerms(Struct, frozen=True):
     plan: RoundPlan
     rounds: int  # After how many it ends.
     selection: int  # Seed of the selection of clients.
-    update_bytes: int
+    update_bytes: int  # 0: not known before a client has joined.
     first: int  # Clients that must be there before the first round.
     score_every: int | None  # Rounds between two scores by clients; None: they do not score.
 

@@ -158,11 +158,18 @@ FromServer = (
 
 
 class Examine(Struct, frozen=True):
-    """Work of the server: compare a client's model and task with its own. Result: what differs; empty if nothing."""
+    """Work of the server: compare a client's model and task with its own. Result: `Examined`."""
 
     name: Name
     join: MembershipRequest
     description: Payload
+
+
+class Examined(Struct, frozen=True):
+    """What came of comparing a client's model and task with the server's."""
+
+    why: str = ""  # What differs; empty if nothing.
+    update_bytes: int = 0  # Size of an update, as the server knows it now; 0: it does not yet.
 
 
 class AddUpdate(Struct, frozen=True):

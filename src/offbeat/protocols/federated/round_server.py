@@ -19,6 +19,7 @@ from offbeat.protocols.federated.messages import (
     ClientFailure,
     ClientLeave,
     Examine,
+    Examined,
     Farewell,
     Goodbye,
     MembershipRequest,
@@ -50,7 +51,7 @@ class RoundServer:
         seed: Of clients' random numbers.
         rounds: After how many it ends.
         model: What clients get first.
-        update_bytes: Size of an update.
+        update_bytes: Size of an update; 0: the first client whose description says it fixes it.
         selection: Seed of the selection of clients, if clients must not know it; None: the same.
         strategy: What clients are told to do.
         federation: Names this federation among all that a client takes part in.
@@ -83,6 +84,7 @@ class RoundServer:
         peers: PeerList | None = None,
     ) -> None:
         self.name, self.plan, self.state = name, plan, state or FederationState()
+        self._model_bytes = model.nbytes
         patience = patience_for(plan.silence, max(model.nbytes, update_bytes))
         self.roster = Roster(
             self.state.members, plan.clients, enrolled, patience, signing=secure is not None, peers=peers
@@ -135,7 +137,9 @@ class RoundServer:
                 self._rounds.next(effects, now)
             case Done("closed", RoundClosed() as result) if self.state.phase == "closing":
                 self._rounds.closed(effects, now, result)
-            case Done(("join", sender, join), why):
+            case Done(("join", sender, join), Examined(why, update_bytes)):
+                if update_bytes:
+                    self._expect(update_bytes)
                 self._examined(effects, now, sender, join, why)
             case Timer(("secure deadline" | "secure repeat", *_)) | Done(("secure unmasked", *_), _):
                 self._rounds.on_sum(effects, now, event)
@@ -151,6 +155,11 @@ class RoundServer:
         if member is not None and member.client in self.state.outstanding:
             self._rounds.refuse(effects, now, member.client, why)
         return effects.done
+
+    def _expect(self, update_bytes: int) -> None:
+        """The size of updates is known: large ones take longer."""
+        self.roster.patience = patience_for(self.plan.silence, max(self._model_bytes, update_bytes))
+        self._rounds.expect(update_bytes)
 
     def _silent(self, effects: Effects, now: float, client: int) -> None:
         """A client has given no sign of life for too long."""
