@@ -105,7 +105,7 @@ def _break_sums(kind: Any, fault: str) -> None:
     def statistics(self: Any, params: Any, batch: Any) -> Any:
         sums = dict(honest(self, params, batch))
         if fault == "slow":
-            time.sleep(0.2)
+            time.sleep(0.3)
         if fault == "nan":
             return {name: value * float("nan") if value.is_floating_point() else value for name, value in sums.items()}
         if fault == "other statistics":

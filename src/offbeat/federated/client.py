@@ -15,14 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from torch.utils.data import Subset
-
 from offbeat import limits
 from offbeat.errors import RunError, UsageError
 from offbeat.federated.background_work import BackgroundWork
 from offbeat.federated.client_work import (
     ClientWork,
-    HoldingOut,
+    already_read,
     folder_data,
     from_folder,
     simulated_part,
@@ -202,7 +200,7 @@ def _summing(
         train, source = data_of(task).train, simulated_part(task, settings.part or 0)
     else:
         data = folder_data(task, Path(settings.data))
-        train, source = data.train, lambda _rules, _seed: HoldingOut(data, Subset(data.train, []))
+        train, source = data.train, already_read(data)
     model = IterativeModel(task)
     statistics = first_statistics(task, model, train)
     work = StatisticsWork(task, model, FlatTensors(statistics, "the statistics"), source, folder, report)

@@ -99,6 +99,15 @@ def folder_data(task: AnyTask, folder: Path) -> Data:
     return data
 
 
+def already_read(data: Data) -> DataSource:
+    """A client's data, of which nothing is held out."""
+
+    def same(_rules: Federated, _seed: int) -> HoldingOut:
+        return HoldingOut(data, Subset(data.train, []))
+
+    return same
+
+
 def simulated_part(task: AnyTask, client: int) -> DataSource:
     """The part of the task's own data that this client has in simulation."""
 

@@ -290,7 +290,7 @@ class _Serving:
         )
         self._work.shown = self._closed
         state = self._work.load()
-        model, update_bytes = self._work.payload(), self._work.format.nbytes
+        model, update_bytes = self._work.payload(), self._work.moves.format.nbytes
         every = None if federation.validate else task.evaluate_every or 1
         self.machine = RoundServer(
             SERVER,
@@ -405,7 +405,7 @@ class _Serving:
         rules = rules_of(self._federation.parsed)
         counts: Mapping[str, Any] = {
             **state.counts,
-            **work.path.aggregation.notes(),
+            **work.moves.path.aggregation.notes(),
             **_personal(rules, state.round.personal if state.phase in ("finishing", "finished") else []),
             "rounds": state.number,
             "clients": rules.clients,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from offbeat.errors import RunError
 from offbeat.federated.description import StatisticForms, TaskDescription, describe, described
-from offbeat.federated.vectors import packed
+from offbeat.federated.vectors import UpdateFormat, packed
 from offbeat.protocols.machine import Payload
 from offbeat.runtime.federated.aggregation import UpdateLayout
 from offbeat.runtime.federated.flat_model import FlatModel
@@ -29,6 +29,11 @@ class ServerModel(ABC):
 
     model: GlobalModel
     path: UpdatePath
+
+    @property
+    def format(self) -> UpdateFormat:
+        """How updates travel."""
+        return UpdateFormat.of(self.path.layout, self.path.filters)
 
     @abstractmethod
     def describe(self, reference: TaskReference) -> TaskDescription:

@@ -11,22 +11,20 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from msgspec import structs
 from torch import Tensor
 
 from offbeat.errors import RunError
-from offbeat.federated.description import StatisticForms, bad_statistics, decoded, difference
-from offbeat.federated.server_model import StatisticsModel, server_model
+from offbeat.federated.newcomers import Newcomers
+from offbeat.federated.server_model import server_model
 from offbeat.federated.store import ServerStore
-from offbeat.federated.vectors import UpdateFormat
 from offbeat.protocols.federated.buffered_turns import ClientTurn, staleness_factor
 from offbeat.protocols.federated.federation_state import FederationState
-from offbeat.protocols.federated.messages import AddUpdate, CloseRound, DeployedRound, Examine, Examined, RoundClosed
+from offbeat.protocols.federated.messages import AddUpdate, CloseRound, DeployedRound, Examine, RoundClosed
 from offbeat.protocols.federated.secure.plan import SecureEncoding
 from offbeat.protocols.federated.secure.recovery import Unmasking
 from offbeat.protocols.federated.secure_sums import SecureTerms
 from offbeat.protocols.machine import Payload
-from offbeat.runtime.federated.aggregation import ClientUpdate, Selected, alone
+from offbeat.runtime.federated.aggregation import Aggregation, ClientUpdate, Selected, alone
 from offbeat.runtime.federated.exact_sum import ExactSum
 from offbeat.runtime.federated.private_secure_mean import PrivateSecureMean
 from offbeat.runtime.federated.round_log import RoundLog
@@ -35,9 +33,8 @@ from offbeat.runtime.run.folder import METRICS_FILE, MODEL_FILE, MetricsWriter
 from offbeat.runtime.run.metrics import Ledger
 from offbeat.simulate.federated import ClientTimes, Participant, RoundOutcome, RoundProgress, participant
 from offbeat.strategies._base import Combined
-from offbeat.strategies.federated.update_path import UpdatePath, rules_of
+from offbeat.strategies.federated.update_path import rules_of
 from offbeat.task import AnyTask, TaskReference
-from offbeat.worker.federated_learner import GlobalModel
 from offbeat.worker.model_file import write_tensors
 from offbeat.worker.task_data import data_of
 
@@ -76,27 +73,13 @@ class ServerWork:
         """Gets every round that is closed."""
         self._evaluate_every = task.evaluate_every or 1
         self._strategy, self.rules = strategy, rules_of(strategy)
-        self._moves = server_model(task, strategy, seed)
-        self._own = self._moves.describe(reference)
+        self.moves = server_model(task, strategy, seed)
+        self.model = self.moves.model
         self.store = ServerStore(run)
+        self._newcomers = Newcomers(self.moves, reference, self.store)
         self._validation = data_of(task).validation if validate else None
         self._log, self._metrics = RoundLog(run), MetricsWriter(run / METRICS_FILE)
-        self._adding = 0  # The round whose updates are in the aggregation.
-
-    @property
-    def path(self) -> UpdatePath:
-        """The way of an update to the move of the model."""
-        return self._moves.path
-
-    @property
-    def format(self) -> UpdateFormat:
-        """How updates travel."""
-        return UpdateFormat.of(self.path.layout, self.path.filters)
-
-    @property
-    def model(self) -> GlobalModel:
-        """The global model."""
-        return self._moves.model
+        self._adding: tuple[int, Aggregation] | None = None  # The round whose updates are in the aggregation.
 
     @property
     def seconds(self) -> float:
@@ -106,10 +89,9 @@ class ServerWork:
     def load(self) -> FederationState | None:
         """Go on where an earlier process was; None if there was none."""
         state = self.store.load()
-        if forms := self.store.read_statistics():
-            self._expect(forms)
+        self._newcomers.load()
         if state is None:
-            self.path.aggregation.prepare(self._rounds)
+            self.moves.path.aggregation.prepare(self._rounds)
             self._keep(0)
             return None
         kept = self.store.read_model(_closed_rounds(state))
@@ -117,18 +99,18 @@ class ServerWork:
         self.ledger.load_state_dict(kept["ledger"])
         self.earlier_seconds = float(kept["seconds"])
         self._metrics.keep_first(self.ledger.reports)
-        self.path.aggregation.prepare(self._rounds)
+        self.moves.path.aggregation.prepare(self._rounds)
         return state
 
     def payload(self) -> Payload:
         """What clients get."""
-        return self._moves.payload()
+        return self.moves.payload()
 
     def do(self, work: Any, state: FederationState) -> Any:
         """Do work of the machine."""
         match work:
             case Examine():
-                return self._examine(work.description)
+                return self._newcomers.examine(work.description)
             case AddUpdate():
                 return self._add(work, state)
             case CloseRound():
@@ -138,34 +120,13 @@ class ServerWork:
             case _:
                 raise RunError(f"{type(work).__name__} is not work of a federated server.")
 
-    def _examine(self, description: Payload) -> Examined:
-        """Compare a client's model and task with the server's; the first client with statistics fixes their form."""
-        other = decoded(description)
-        if isinstance(other, str):
-            return Examined(other)
-        why = difference(self._own, other) or bad_statistics(other.statistics)
-        if not why and other.statistics and not self._own.statistics:
-            if not isinstance(self._moves, StatisticsModel):
-                return Examined("it has statistics, and its task has none")
-            self.store.write_statistics(other.statistics)
-            self._expect(other.statistics)
-        return Examined(why, self.format.nbytes)
-
-    def _expect(self, forms: StatisticForms) -> None:
-        """Clients send statistics of these forms."""
-        self._own = structs.replace(self._own, statistics=forms)
-        if isinstance(self._moves, StatisticsModel):
-            self._moves.expect(forms)
-            self.path.aggregation.prepare(self._rounds)
-            self._adding = 0
-
     # A round.
 
     def _add(self, work: AddUpdate, state: FederationState) -> str:
         """Add an update; returns why it cannot be used, or nothing."""
         number = work.update.number
         try:
-            vectors = self.format.unpack(work.payload, work.client, number)
+            vectors = self.moves.format.unpack(work.payload, work.client, number)
         except RunError as error:
             return str(error)
         if work.update.examples < 0:
@@ -184,12 +145,13 @@ class ServerWork:
 
     def _begin(self, number: int, state: FederationState) -> None:
         """Begin to add the updates of a round; those that an earlier process accepted come first."""
-        if self._adding == number:
+        current = number, self.moves.path.aggregation
+        if self._adding == current:
             return
-        self._adding = number
+        self._adding = current
         chosen = state.round.cohort
         sizes = _sizes(state)
-        self.path.aggregation.begin(Selected(number, tuple(chosen), [float(sizes[client]) for client in chosen]))
+        self.moves.path.aggregation.begin(Selected(number, tuple(chosen), [float(sizes[client]) for client in chosen]))
         for client in state.round.came:
             kept = self.store.read_update(number, client)
             self._added(client, kept["vectors"], kept["loss"], kept["examples"], state)
@@ -205,11 +167,11 @@ class ServerWork:
     ) -> bool:
         extra = vectors[1] if len(vectors) > 1 else None
         weight = _sizes(state)[client] * factor
-        return self.path.aggregation.add(ClientUpdate(client, vectors[0], extra, weight, loss, examples))
+        return self.moves.path.aggregation.add(ClientUpdate(client, vectors[0], extra, weight, loss, examples))
 
     def secure_terms(self) -> SecureTerms | None:
         """What secure sums need; None: updates are seen."""
-        sums = self.path.aggregation
+        sums = self.moves.path.aggregation
         if not isinstance(sums, SecureMean):
             return None
 
@@ -222,7 +184,7 @@ class ServerWork:
     @property
     def strategy(self) -> Combined:
         """What clients are told: of private sums also how much noise each round has, which they add themselves."""
-        sums, privacy = self.path.aggregation, self.rules.privacy
+        sums, privacy = self.moves.path.aggregation, self.rules.privacy
         if privacy is None or not isinstance(sums, PrivateSecureMean):
             return self._strategy
         settled = replace(privacy, epsilon=None, noise=sums.ledger.deviation, budget=privacy.limit)
@@ -230,7 +192,7 @@ class ServerWork:
 
     def _combine(self, work: CloseRound, state: FederationState) -> None:
         """Add up the updates, or take their sum."""
-        sums, outcome = self.path.aggregation, work.outcome
+        sums, outcome = self.moves.path.aggregation, work.outcome
         if isinstance(sums, SecureMean):
             sizes = _sizes(state)
             sums.begin(Selected(outcome.number, outcome.cohort, [float(sizes[client]) for client in outcome.cohort]))
@@ -244,7 +206,7 @@ class ServerWork:
 
     def _apply_buffer(self, outcome: DeployedRound, state: FederationState) -> None:
         """Add up the updates of the buffer: those of older models weigh less."""
-        sums, sizes = self.path.aggregation, _sizes(state)
+        sums, sizes = self.moves.path.aggregation, _sizes(state)
         sums.begin(Selected(outcome.number, outcome.cohort, [float(sizes[client]) for client in outcome.cohort]))
         for turn in outcome.turns:
             kept = self.store.read_update(outcome.number, turn.client)
@@ -252,12 +214,12 @@ class ServerWork:
         sums.combine(alone)
 
     def _close(self, work: CloseRound, state: FederationState) -> RoundClosed:
-        sums, outcome = self.path.aggregation, work.outcome
+        sums, outcome = self.moves.path.aggregation, work.outcome
         self._combine(work, state)
         moved = sums.moves_always or not outcome.failed
         if moved:
-            self._moves.move(*sums.mean(), examples=sum(_sizes(state).values()), number=outcome.number)
-        self._moves.round_done()
+            self.moves.move(*sums.mean(), examples=sum(_sizes(state).values()), number=outcome.number)
+        self.moves.round_done()
         progress = RoundProgress(outcome.number, outcome.version + moved, self.seconds)
         self.model.go_on(progress, None)
         self.ledger.steps, self.ledger.samples = outcome.number, self.ledger.samples + sums.examples
@@ -266,7 +228,6 @@ class ServerWork:
         reached = self._report(score, loss, outcome.number - (self._validation is None))
         self._keep(outcome.number)
         self._record(outcome, sums.updates)
-        self.store.forget_updates(outcome.number)
         self.shown(RoundRecord(outcome, loss, score))
         return RoundClosed(moved, self.payload(), last=reached or bool(sums.exhausted))
 
@@ -275,14 +236,14 @@ class ServerWork:
         score = _mean(scores)
         if self._validation is None and score is not None:
             self._report(score, math.nan, self.ledger.steps)
-        write_tensors(self._moves.trained(), self.run / MODEL_FILE)
+        write_tensors(self.moves.trained(), self.run / MODEL_FILE)
 
     def _score(self, outcome: DeployedRound) -> float | None:
         if self._validation is None:
             return _mean(outcome.scores)
         if outcome.number % self._evaluate_every:
             return None
-        return self._moves.score(self._validation)
+        return self.moves.score(self._validation)
 
     def _report(self, score: float | None, loss: float, step: int) -> bool:
         """Judge the score of the model after some round, and write it down; returns whether the target is reached."""
@@ -290,7 +251,7 @@ class ServerWork:
             return False
         reached = self.ledger.judge({SCORE: score}, self.seconds)
         line: dict[str, Any] = {"step": step, "samples": self.ledger.samples, "seconds": self.seconds}
-        line |= {SCORE: score, **self.path.aggregation.figures()}
+        line |= {SCORE: score, **self.moves.path.aggregation.figures()}
         self._metrics.append(line if math.isnan(loss) else line | {"loss": loss})
         return reached
 
@@ -325,8 +286,8 @@ class ServerWork:
                 ended=outcome.ended,
                 times=times,
                 failed=outcome.failed,
-                bytes_down=len(outcome.cohort) * self.path.model_bytes,
-                bytes_up=updates * self.path.update_bytes,
+                bytes_down=len(outcome.cohort) * self.moves.path.model_bytes,
+                bytes_up=updates * self.moves.path.update_bytes,
             ),
             updates,
             len(outcome.refused),

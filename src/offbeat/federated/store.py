@@ -55,6 +55,7 @@ class ServerStore:
             draft.write_bytes(content)
             draft.replace(path)
         self._last = content
+        self._forget_updates(state.number if state.phase in ("gathering", "summing", "closing") else None)
 
     def write_model(self, number: int, state: Mapping[str, Any]) -> None:
         """Keep the model after a round; the one from before that round stays until the next."""
@@ -98,10 +99,12 @@ class ServerStore:
             raise CheckpointError(f"{path} was changed: {why}. The server cannot go on from it.")
         return forms
 
-    def forget_updates(self, number: int) -> None:
-        """The round is closed: no single update stays."""
-        with suppress(OSError):
-            shutil.rmtree(self._updates(number))
+    def _forget_updates(self, number: int | None) -> None:
+        """No single update stays but of the open round: one that was killed as it closed is closed again from them."""
+        for path in self._folder.glob("round-*"):
+            if number is None or path != self._updates(number):
+                with suppress(OSError):
+                    shutil.rmtree(path)
 
     def _model(self, number: int) -> Path:
         return self._folder / f"model-{number}.safetensors"

@@ -91,13 +91,13 @@ class FederationState(Struct):
         )
 
 
-class RoundTerms(Struct, frozen=True):
+class RoundTerms(Struct):
     """What is fixed about the rounds of a deployment before the first one."""
 
     plan: RoundPlan
     rounds: int  # After how many it ends.
     selection: int  # Seed of the selection of clients.
-    update_bytes: int  # 0: not known before a client has joined.
+    update_bytes: int  # 0: a client that joins is to say it.
     first: int  # Clients that must be there before the first round.
     score_every: int | None  # Rounds between two scores by clients; None: they do not score.
 

@@ -6,8 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from typing import Final
 
-import msgspec
-
 from offbeat.protocols.federated.federation_state import HOPELESS, FederationState, RoundTerms
 from offbeat.protocols.federated.messages import (
     ClientFailure,
@@ -42,10 +40,6 @@ class FederationKeeper(ABC):
         self._arrived: dict[int, float] = {}
         self._lost: dict[int, float] = {}
         self._whole = False  # Whether this process has seen the whole round.
-
-    def expect(self, update_bytes: int) -> None:
-        """Updates have this size."""
-        self._terms = msgspec.structs.replace(self._terms, update_bytes=update_bytes)
 
     def resume(self, effects: Effects, now: float) -> None:
         """Go on where the state says."""

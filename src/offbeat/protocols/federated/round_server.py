@@ -89,7 +89,7 @@ class RoundServer:
         self.roster = Roster(
             self.state.members, plan.clients, enrolled, patience, signing=secure is not None, peers=peers
         )
-        terms = RoundTerms(
+        self._terms = RoundTerms(
             plan,
             rounds,
             selection=seed if selection is None else selection,
@@ -97,7 +97,7 @@ class RoundServer:
             first=plan.clients if first is None else first,
             score_every=score_every,
         )
-        parts = terms, self.state, self.roster, model
+        parts = self._terms, self.state, self.roster, model
         if secure is not None:
             sums = SumKeeper(secure, self.roster, name, plan.beat)
             self._rounds: FederationKeeper = SummingKeeper(*parts, sums=sums)
@@ -159,7 +159,7 @@ class RoundServer:
     def _expect(self, update_bytes: int) -> None:
         """The size of updates is known: large ones take longer."""
         self.roster.patience = patience_for(self.plan.silence, max(self._model_bytes, update_bytes))
-        self._rounds.expect(update_bytes)
+        self._terms.update_bytes = update_bytes
 
     def _silent(self, effects: Effects, now: float, client: int) -> None:
         """A client has given no sign of life for too long."""
