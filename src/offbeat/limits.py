@@ -47,6 +47,8 @@ SIMULATED_STEPS: Final = 100_000_000
 """Steps of all workers together in one simulation: 800 MB of times."""
 SIMULATED_WORKERS: Final = 1_000_000
 """Workers of a simulation."""
+EXAMPLES: Final = 2**40
+"""Examples of a client of a federation: their sum over all clients fits into 64 bits."""
 SIMULATED_SERVERS: Final = 10_000
 """Servers of a simulation."""
 PORT: Final = 65_535

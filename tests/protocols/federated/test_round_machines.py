@@ -7,13 +7,16 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from federated_worlds import SavedServer, ServerDisk, WorkingClient, deaths
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from offbeat.limits import EXAMPLES
 from offbeat.protocols.federated.federation_state import HOPELESS
 from offbeat.protocols.federated.messages import (
     SERVER,
@@ -37,6 +40,7 @@ from offbeat.protocols.federated.messages import (
 from offbeat.protocols.federated.plan import ClientSpeeds, RoundPlan
 from offbeat.protocols.federated.round_server import RoundServer
 from offbeat.protocols.machine import Done, Effect, Payload, Received, Send, Start, Timer
+from offbeat.runtime.federated.aggregation import ClientUpdate, ExactMean, Selected, UpdateLayout, alone
 from offbeat.simulate.federated import RoundOutcome, VirtualRounds
 from offbeat.simulate.machines import LossyNetwork, Partition, Restart, Simulation, Stop
 
@@ -381,6 +385,38 @@ def test_those_that_are_not_enrolled_or_have_another_number_are_refused_and_coun
     shown = [failure.error for _, failure in table.server.troubles]
     assert len(shown) == len(set(shown)) == 2, "who asks again is answered again, and people read it once"
     assert isinstance(table.hear(1, MembershipRequest("b"))[0], Welcome)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        Beat(0, "idle", -1),
+        Beat(0, "idle", 2**63),
+        UpdateSent(1, 0.5, 2**62),
+        UpdateSent(1, 0.5, 5, scored=-1),
+        Goodbye(0.5, 2**60),
+        MembershipRequest("long " * 1000),
+    ],
+)
+def test_numbers_that_no_client_can_have_are_no_message(lie: Any) -> None:
+    """Their sum over clients would not fit into 64 bits, and end the server."""
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(lie), type=type(lie))
+
+
+def test_the_most_examples_that_a_client_may_claim_can_be_summed() -> None:
+    table = Table(plan())
+    for client in range(3):
+        table.hear(client, MembershipRequest("x", client))
+        table.hear(client, Beat(0, "idle", EXAMPLES))
+    assert table.server.state.phase == "gathering"
+    mean = ExactMean(UpdateLayout(2, 2, torch.float32))
+    mean.begin(Selected(1, range(3), [EXAMPLES] * 3))
+    for client in range(3):
+        assert mean.add(ClientUpdate(client, torch.ones(2), None, EXAMPLES, 0.5, EXAMPLES))
+    mean.combine(alone)
+    assert mean.mean()[0].tolist() == [1, 1]
+    assert mean.examples == 3 * EXAMPLES
 
 
 def test_a_number_is_given_once_and_there_are_no_more_than_the_plan_says() -> None:

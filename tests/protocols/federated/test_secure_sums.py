@@ -17,12 +17,15 @@ from offbeat.errors import UsageError
 from offbeat.protocols.federated.federation_state import HOPELESS
 from offbeat.protocols.federated.messages import (
     SERVER,
+    Beat,
     MembershipRequest,
     SecureStart,
 )
 from offbeat.protocols.federated.plan import RoundPlan
 from offbeat.protocols.federated.roster import Roster
+from offbeat.protocols.federated.round_server import RoundServer
 from offbeat.protocols.federated.secure_sums import SecureProgress, SumKeeper, agreed
+from offbeat.protocols.machine import Done, Payload, Received
 from offbeat.simulate.machines import LossyNetwork, Restart, Simulation, Stop
 
 
@@ -111,3 +114,20 @@ def test_a_private_sum_needs_two_thirds_of_all_that_were_selected() -> None:
 def test_a_plan_that_cannot_be_read_is_refused() -> None:
     with pytest.raises(UsageError, match="plan of a secure sum cannot be read"):
         agreed(SecureStart(1, b"nonsense"))
+
+
+def test_a_client_that_claims_more_examples_than_can_be_weighed_takes_no_part_and_others_go_on() -> None:
+    """Its weight would leave no room in the sum of the others'."""
+    rules = RoundPlan(clients=4, fraction=1.0, beat=1.0, silence=4.0)
+    server = RoundServer(SERVER, rules, 0, 1, Payload(8), 8, first=3, secure=secure_terms(Random(1)))
+    server.begin(0.0)
+    for client in range(4):
+        request = MembershipRequest(f"{client}", client, bytes([client]) * 32)
+        server.on(Done(("join", f"{client}", request), ""), 0.0)
+        for _ in range(2):
+            server.on(Received(f"{client}", Beat(0, "idle", 2**31 if client == 0 else 5), Payload(0)), 0.0)
+    assert server.state.phase == "gathering"
+    assert sorted(server.state.round.cohort) == [1, 2, 3]
+    ((name, trouble),) = server.troubles
+    assert (name, trouble.error[:27]) == ("0", "it has 2,147,483,648 exampl")
+    assert "by 1,073,741,823 at most" in trouble.error

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from offbeat.limits import EXAMPLES
 from offbeat.protocols.federated.buffered_turns import ClientTurn
 from offbeat.protocols.federated.secure.messages import SecureAnswer, SecureRequest
 from offbeat.protocols.federated.secure.plan import SecureEncoding
@@ -30,7 +31,7 @@ Fate = Literal["accepted", "late", "refused", "failed"]
 class MembershipRequest(Struct, frozen=True, tag=True):
     """A client asks to take part; its payload describes its model and task."""
 
-    label: str  # What people call it.
+    label: Annotated[str, Meta(max_length=1024)]  # What people call it.
     client: int | None = None  # The number that it wants; None: any.
     identity: Annotated[bytes, Meta(max_length=32)] = b""  # Its long-term Ed25519 public key, for secure sums.
     peers: Annotated[bytes, Meta(max_length=32)] = b""  # The digest of its list of all clients' keys, if it has one.
@@ -41,7 +42,7 @@ class Beat(Struct, frozen=True, tag=True):
 
     number: int  # The round that the client is or was working on last; 0: none.
     activity: Activity
-    examples: int  # How many it has.
+    examples: Annotated[int, Meta(ge=0, le=EXAMPLES)]  # How many it has.
 
 
 class UpdateSent(Struct, frozen=True, tag=True):
@@ -49,9 +50,9 @@ class UpdateSent(Struct, frozen=True, tag=True):
 
     number: int  # Of the round.
     loss: float
-    examples: int  # How many it went through, each epoch counted.
+    examples: Annotated[int, Meta(ge=0, le=EXAMPLES)]  # How many it went through, each epoch counted.
     score: float | None = None  # Of the model that it got, on its own data.
-    scored: int = 0  # Examples of that score.
+    scored: Annotated[int, Meta(ge=0, le=EXAMPLES)] = 0  # Examples of that score.
     version: int = 0  # Of the model that it started from.
 
 
@@ -71,7 +72,7 @@ class Goodbye(Struct, frozen=True, tag=True):
     """A client has the final model, and ends."""
 
     score: float | None = None
-    scored: int = 0
+    scored: Annotated[int, Meta(ge=0, le=EXAMPLES)] = 0
     personal: tuple[float, ...] | None = None  # Scores of this model and of the client's own; empty: it has none.
 
 

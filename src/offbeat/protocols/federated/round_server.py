@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from offbeat.limits import EXAMPLES
 from offbeat.protocols.federated.buffer_keeper import BufferKeeper
 from offbeat.protocols.federated.federation_state import FederationState, RoundTerms
 from offbeat.protocols.federated.keeper import FederationKeeper
@@ -36,6 +37,7 @@ from offbeat.protocols.federated.peers import PeerList
 from offbeat.protocols.federated.plan import RoundPlan
 from offbeat.protocols.federated.roster import JoinedClient, Roster
 from offbeat.protocols.federated.round_keeper import RoundKeeper
+from offbeat.protocols.federated.secure.integers import MOST_WEIGHT
 from offbeat.protocols.federated.secure.messages import SecureAnswer
 from offbeat.protocols.federated.secure_sums import SecureTerms, SumKeeper
 from offbeat.protocols.federated.summing_keeper import SummingKeeper
@@ -104,7 +106,9 @@ class RoundServer:
         else:
             self._rounds = RoundKeeper(*parts) if plan.buffer is None else BufferKeeper(*parts)
         self._seed, self._strategy, self._federation = seed, strategy, federation
-        self._refusal: tuple[Name, str] = ("", "")  # The last one that was shown.
+        self._shown: tuple[Name, str] = ("", "")  # The last trouble of those that clients repeat.
+        weighs = secure is not None and not secure.two_thirds  # With privacy all weigh the same.
+        self._most_examples = MOST_WEIGHT // (plan.clients if plan.poisson else plan.selected) if weighs else EXAMPLES
 
     @property
     def troubles(self) -> list[tuple[Name, ClientFailure]]:
@@ -205,10 +209,7 @@ class RoundServer:
         state = self.state
         if why:
             state.counts["rejected_joins"] += 1
-            words = f"{join.label} may not join: {why}"
-            if (sender, words) != self._refusal:  # Clients ask again until they are answered.
-                self.troubles.append((sender, ClientFailure(0, words, "")))
-            self._refusal = (sender, words)
+            self._show_once(sender, f"{join.label} may not join: {why}")
             effects.send(sender, Refused(why))
             return
         client = self.roster.admit(sender, join, now)
@@ -216,6 +217,12 @@ class RoundServer:
             state.finished.remove(client)
         effects.send(sender, Welcome(client, self.plan.beat, self._seed, self._strategy, self._federation))
         self._rounds.next(effects, now)
+
+    def _show_once(self, sender: Name, words: str) -> None:
+        """Show a client's trouble, unless it was shown last: clients say the same until something changes."""
+        if (sender, words) != self._shown:
+            self.troubles.append((sender, ClientFailure(0, words, "")))
+        self._shown = (sender, words)
 
     def _answer(self, effects: Effects, now: float, sender: Name, client: int, beat: Beat) -> None:
         """From what a client is doing follows what got lost."""
@@ -227,7 +234,10 @@ class RoundServer:
             self.roster.stuck.add(client)
         else:
             self.roster.stuck.discard(client)
-        if beat.examples >= 0 and not state.takes_part(client):
+        if beat.examples > self._most_examples:
+            words = f"it has {beat.examples:,} examples; secure sums weigh a client by {self._most_examples:,} at most"
+            self._show_once(sender, f"{words}, so it takes no part")
+        elif not state.takes_part(client):
             member.examples = beat.examples
         if client in state.outstanding:
             due = state.due(client)

@@ -19,6 +19,8 @@ LARGEST_RANGE: Final = 1e30
 BLOCK: Final = 65_536
 """Numbers encoded or packed at once, so that what is temporary stays in the cache."""
 _GROUP: Final = 8  # Integers of any width fill whole bytes if there are so many.
+MOST_WEIGHT: Final = 2**32 - 1
+"""Largest sum of the weights of all clients."""
 
 
 class SummedIntegers(Struct, frozen=True, kw_only=True):
@@ -36,7 +38,7 @@ class SummedIntegers(Struct, frozen=True, kw_only=True):
         above_zero("bound", self.bound)
         if self.bound > LARGEST_RANGE:
             raise UsageError(f"bound {self.bound:g} is more than {LARGEST_RANGE:g}, the limit.")
-        most = (2**32 - 1) // self.clients
+        most = MOST_WEIGHT // self.clients
         whole("examples", self.examples, most, why=f"the weights of {self.clients:,} clients must add up below 2^32")
 
     @property
