@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import runpy
 import sysconfig
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -220,8 +221,12 @@ def test_the_examples_in_the_documentation_are_learned(tmp_path: Path) -> None:
     tasks = []
     for number, example in enumerate(examples):
         file = tmp_path / f"example{number}.py"
-        file.write_text(example, encoding="utf-8")
-        tasks.append(TaskReference(str(file)).build())
+        whole = "class " in example
+        file.write_text(example if whole else f"import offbeat\n{example}", encoding="utf-8")
+        if whole:
+            tasks.append(TaskReference(str(file)).build())
+        else:
+            assert runpy.run_path(str(file)), "a line that is run"
     gradient, iterative = tasks
     assert isinstance(gradient, Task)
     score, _ = trained(gradient, seed=0)

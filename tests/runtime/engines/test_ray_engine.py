@@ -45,7 +45,7 @@ def test_a_run_on_ray_trains_on_every_node(cluster: Any, tmp_path: Path) -> None
     assert result.steps == 20
     assert [host["workers"] for host in result.hosts] == [[0], [1]]
     assert (Path(result.run) / "logs" / "worker-1.log").is_file()
-    assert ray.available_resources()["CPU"] == 3.0
+    wait_until(lambda: ray.available_resources().get("CPU") == 3.0, "the cluster to have its cores back")
 
 
 def test_more_machines_than_the_cluster_has_are_refused(cluster: Any, tmp_path: Path) -> None:

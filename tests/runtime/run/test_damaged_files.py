@@ -190,7 +190,7 @@ def spoil_events(path: Path, chance: random.Random) -> None:
         else:
             kind = chance.choice(list(FIELDS))
             offset, values = FIELDS[kind]
-            struct.pack_into(kind, data, recorder._RING_AT + 48 * chance.randint(1, 80) + offset, chance.choice(values))
+            struct.pack_into(kind, data, recorder.RING_AT + 48 * chance.randint(1, 80) + offset, chance.choice(values))
     path.write_bytes(data)
 
 
