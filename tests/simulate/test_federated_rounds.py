@@ -139,6 +139,8 @@ def test_what_happens_to_a_client_does_not_depend_on_who_else_was_selected() -> 
     [
         ([1, 0, 0], {"fraction": 1, "fewest": 2}, "only 1 of 3 clients have examples"),
         ([1, 1, 0], {"fraction": 1, "buffer": 3}, "buffer=3"),
+        ([4] * 3, {"fraction": 1, "buffer": 2, "deadline": 1e-3, "speeds": SPEEDS}, "only 0 of 3 clients can send"),
+        ([1, 900, 900], {"fraction": 1, "buffer": 2, "deadline": 1.0, "speeds": ClientSpeeds(1.0)}, "only 1 of 3"),
     ],
 )
 def test_rounds_that_could_never_count_are_refused(sizes: list[int], fields: dict[str, Any], words: str) -> None:

@@ -125,6 +125,22 @@ class VirtualRounds(Iterator[RoundOutcome]):
         self._seed = seed
         self._fleet = _Fleet(plan.speeds or ClientSpeeds(), self._sizes, self._bytes, seed)
         self._chance = SeededNumbers(seed, FLIGHTS)
+        self._check_deadline()
+
+    def _check_deadline(self) -> None:
+        """Refuse a buffer that would never be full, as too few clients can meet the deadline of their turns."""
+        plan = self.plan
+        if plan.buffer is None or plan.deadline is None:
+            return
+        takes = np.sort(self._fleet.takes(np.flatnonzero(self._sizes)).sum(axis=0))
+        able = int(np.sum(takes < plan.deadline))
+        if able < plan.buffer:
+            raise DataError(
+                f"only {able:,} of {plan.clients:,} clients can send an update within deadline={plan.deadline:g} s, and "
+                f"fedbuff({plan.buffer}) waits for updates of {plan.buffer:,} different ones: no step could ever be "
+                f"made. {plan.buffer:,} clients need more than {takes[plan.buffer - 1]:.4g} s: raise deadline above "
+                f"that, or lower fedbuff(…)."
+            )
 
     def __next__(self) -> RoundOutcome:
         return self._synchronous() if self.plan.buffer is None else self._buffered()
