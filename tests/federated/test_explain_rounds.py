@@ -176,6 +176,14 @@ def test_times_of_real_clients_are_explained_as_far_as_they_are_known(tmp_path: 
     assert "not in the log" in found.note
 
 
+def test_a_round_of_real_clients_without_a_deadline_can_have_waited_for_patience_to_end(tmp_path: Path) -> None:
+    log_lines(tmp_path, row(1, 100.0, 170.0, (None, None, 110.0), (None, None, 130.0), (None, None, None), late=[12]))
+    found = explained("federated(clients=3, fraction=1.0)", tmp_path)
+    (cause,) = found.rounds
+    assert (cause.client, cause.phase, cause.alone) == (None, "patience", 40.0)
+    assert "waited for patience to end (--patience), 40 s after the last update" in "\n".join(found.lines)
+
+
 def test_an_asynchronous_server_has_slow_clients_and_no_replays(tmp_path: Path) -> None:
     text = f"federated({LINKS}, algorithm=fedbuff(4))"
     played(text, 10, tmp_path)

@@ -49,6 +49,12 @@ def test_late_and_dropped_clients_are_marked_and_a_deadline_is_what_was_waited_f
     assert all(stop <= row["seconds"] + 1e-9 for row in rows for each in row["clients"] for *_, stop in each["pieces"])
 
 
+def test_without_a_deadline_it_is_patience_that_has_ended() -> None:
+    late = [{**line, "deadline": None} for line in lines(8, deadline=3.0)]
+    assert "the end of patience" in {row["waited"] for row in round_rows(late)}
+    assert "the deadline" not in {row["waited"] for row in round_rows(late)}
+
+
 def test_a_round_that_waited_for_signs_of_life_names_the_silent_client() -> None:
     rows = round_rows(lines(12, dropout=0.3, beat=0.5, silence=20.0))
     assert all(row["waited"].endswith(", silent") for row in rows if row["dropped"])

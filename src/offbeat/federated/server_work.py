@@ -288,6 +288,7 @@ class ServerWork:
                 failed=outcome.failed,
                 bytes_down=len(outcome.cohort) * self.moves.path.model_bytes,
                 bytes_up=updates * self.moves.path.update_bytes,
+                deadline=self.rules.deadline,
             ),
             updates,
             len(outcome.refused),

@@ -27,6 +27,8 @@ WORST: Final = 10
 """Rounds and clients that are listed in words."""
 DEADLINES: Final = (0.5, 0.75, 0.9)
 """Shares of the updates that would have come before the deadlines that are tried."""
+_PROMPT: Final = 0.05
+"""Seconds within which a round of real clients ends after the update that ends it."""
 KEPT: Final = (0.9, 0.8)
 """Shares of the selected clients that rounds are tried with, as if the others were selected in excess."""
 
@@ -36,8 +38,8 @@ class WaitedFor(msgspec.Struct, frozen=True):
 
     number: int
     seconds: float  # How long the round took.
-    client: int | None  # Who came last, or disappeared; None: the deadline, or nobody was selected.
-    phase: str  # In which the client lost most against the median; `silence`, `deadline`, `nobody` or `unknown`.
+    client: int | None  # Who came last, or disappeared; None: the deadline, patience, or nobody was selected.
+    phase: str  # Where it lost most against the median; `silence`, `deadline`, `patience`, `nobody` or `unknown`.
     alone: float  # Seconds for which the round waited for this client only; for the deadline, after the last update.
     took: float | None  # Seconds of the client in this phase.
     usual: float | None  # The median of the round's clients.
@@ -156,7 +158,8 @@ class _Round(msgspec.Struct, frozen=True):
         before = [float(self.times[place, 3]) for place in closing.came if place != last]
         alone = self.ended - max((at for at in before if at <= self.ended), default=self.started)
         if last is None:
-            return WaitedFor(self.number, seconds, None, "deadline", alone, None, None)
+            phase = "patience" if plan.deadline is None else "deadline"
+            return WaitedFor(self.number, seconds, None, phase, alone, None, None)
         if math.isfinite(self.times[last, 4]):
             return WaitedFor(self.number, seconds, self.cohort[last], "silence", alone, None, None)
         return WaitedFor(self.number, seconds, self.cohort[last], *self._phase(last, alone))
@@ -171,13 +174,15 @@ class _Round(msgspec.Struct, frozen=True):
         return WaitedFor(self.number, seconds, self.cohort[place], *self._phase(place, 0.0))
 
     def _last_to_come(self, plan: RoundPlan) -> int | None:
-        """Of rounds of real clients, which do not end to the microsecond as the rule says; None: the deadline."""
+        """Of rounds of real clients, which do not end to the microsecond as the rule says; None: the end of waiting."""
         if self.late and plan.deadline is not None and self.ended - self.started >= plan.deadline:
             return None
         # Who was given up holds a round up until then; who was refused, or came to an earlier process, has no time.
         until = np.where(np.isfinite(self.times[:, 4]), self.times[:, 4], self.times[:, 3])
         places = np.flatnonzero(until <= self.ended).tolist()
-        return max(places, key=lambda place: float(until[place]), default=None)
+        last = max(places, key=lambda place: float(until[place]), default=None)
+        impatient = self.late and plan.deadline is None and last is not None and until[last] < self.ended - _PROMPT
+        return None if impatient else last
 
     def _phase(self, place: int, alone: float) -> tuple[str, float, float | None, float | None]:
         """In which phase a client lost most time against the median of the round; how long it took, and the median."""
@@ -281,6 +286,7 @@ def _totals_in_words(found: RoundsExplained) -> Iterator[str]:
         "upload": "an upload",
         "silence": "a client that had disappeared",
         "deadline": "the deadline",
+        "patience": "patience to end",
         "unknown": "a client, in a phase that the server does not see",
     }
     if causes:
@@ -298,8 +304,10 @@ def _rounds_in_words(found: RoundsExplained) -> Iterator[str]:
 def _cause_in_words(cause: WaitedFor) -> str:
     alone = f"{cause.alone:.3g} s for it alone"
     if cause.client is None:
-        waited = f"waited for the deadline, {cause.alone:.3g} s after the last update"
-        return waited if cause.phase == "deadline" else "nobody was there to wait for"
+        ends = {"deadline": "the deadline", "patience": "patience to end (--patience)"}
+        if cause.phase not in ends:
+            return "nobody was there to wait for"
+        return f"waited for {ends[cause.phase]}, {cause.alone:.3g} s after the last update"
     match cause.phase:
         case "silence":
             return f"waited for client {cause.client}, which had disappeared, {alone}"

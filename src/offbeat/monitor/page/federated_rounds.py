@@ -37,7 +37,7 @@ def _row(line: Mapping[str, Any]) -> dict[str, Any]:
         "dropped": len(dropped),
         "refused": int(line.get("refused") or 0),
         "failed": str(line.get("failed") or ""),
-        "waited": _waited(clients, ended),
+        "waited": _waited(clients, ended, line.get("deadline", ended)),
     }
 
 
@@ -70,14 +70,14 @@ def _shifted(client: Mapping[str, Any], started: float) -> dict[str, Any]:
     return {"client": client["client"], "fate": client["fate"], "pieces": pieces, "until": client["until"] - started}
 
 
-def _waited(clients: Sequence[Mapping[str, Any]], ended: float) -> str:
+def _waited(clients: Sequence[Mapping[str, Any]], ended: float, deadline: float | None) -> str:
     """Whom the round waited for: who came or was given up last, or the end of waiting."""
     open_until = ended - max(_CLOSE, _CLOSE * abs(ended))
     last = max((client for client in clients if client["fate"] != "late"), key=_until, default=None)
     if last is not None and last["until"] >= open_until:
         return f"client {last['client']}"
     if any(client["fate"] == "late" for client in clients):
-        return "the deadline"
+        return "the end of patience" if deadline is None else "the deadline"
     silent = max((client for client in clients if client["fate"] == "dropped"), key=_until, default=None)
     return "" if silent is None else f"client {silent['client']}, silent"
 

@@ -64,6 +64,7 @@ class RoundOutcome(Struct, frozen=True):
     failed: str = ""  # Why the round made no update; else empty.
     bytes_down: int = 0  # Payloads from the server to clients.
     bytes_up: int = 0  # Payloads from clients to the server.
+    deadline: float | None = None  # Seconds after which it would end; None: of real clients, when patience does.
 
 
 class Flight(Struct, frozen=True):
@@ -136,10 +137,9 @@ class VirtualRounds(Iterator[RoundOutcome]):
         able = int(np.sum(takes < plan.deadline))
         if able < plan.buffer:
             raise DataError(
-                f"only {able:,} of {plan.clients:,} clients can send an update within deadline={plan.deadline:g} s, and "
-                f"fedbuff({plan.buffer}) waits for updates of {plan.buffer:,} different ones: no step could ever be "
-                f"made. {plan.buffer:,} clients need more than {takes[plan.buffer - 1]:.4g} s: raise deadline above "
-                f"that, or lower fedbuff(…)."
+                f"only {able:,} of {plan.clients:,} clients can send an update within deadline={plan.deadline:g} s, "
+                f"and fedbuff({plan.buffer}) waits for {plan.buffer:,} different ones: no step could ever be made. So "
+                f"many need more than {takes[plan.buffer - 1]:.4g} s: raise deadline above that, or lower fedbuff(…)."
             )
 
     def __next__(self) -> RoundOutcome:
@@ -171,6 +171,7 @@ class VirtualRounds(Iterator[RoundOutcome]):
             failed=failed,
             bytes_down=self._bytes[0] * len(clients),
             bytes_up=self._bytes[1] * int(np.sum((trained <= end) & (trained < lost))),
+            deadline=plan.deadline,
         )
 
     def _lost(self, number: int, chosen: NDArray[np.int64], start: float, uploaded: Seconds) -> Seconds:
@@ -225,6 +226,7 @@ class VirtualRounds(Iterator[RoundOutcome]):
             times=tuple(flight.times for flight in ended),
             bytes_down=self._bytes[0] * (state.asked - before.asked),
             bytes_up=self._bytes[1] * sum(flight.times.trained <= now for flight in ended),
+            deadline=self.plan.deadline,
         )
 
     def _flight(self, turn: ClientTurn, now: float) -> Flight:
