@@ -18,6 +18,7 @@ from offbeat.protocols.federated.federation_state import HOPELESS
 from offbeat.protocols.federated.messages import (
     SERVER,
     Beat,
+    Examined,
     MembershipRequest,
     SecureStart,
 )
@@ -123,7 +124,7 @@ def test_a_client_that_claims_more_examples_than_can_be_weighed_takes_no_part_an
     server.begin(0.0)
     for client in range(4):
         request = MembershipRequest(f"{client}", client, bytes([client]) * 32)
-        server.on(Done(("join", f"{client}", request), ""), 0.0)
+        server.on(Done(("join", f"{client}", request), Examined()), 0.0)
         for _ in range(2):
             server.on(Received(f"{client}", Beat(0, "idle", 2**31 if client == 0 else 5), Payload(0)), 0.0)
     assert server.state.phase == "gathering"
