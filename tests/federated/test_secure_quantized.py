@@ -144,6 +144,13 @@ def test_a_round_without_a_sum_leaves_the_scale() -> None:
     assert mean.encoding.bound == START
 
 
+@pytest.mark.parametrize("size", [1e9, -1e9])
+def test_a_scale_that_clients_lied_about_stays_a_number(size: float) -> None:
+    scale = RoundScale(8, owes=True)
+    scale.learn(size)
+    assert 2.0**-60 <= scale.bound <= 2.0**24
+
+
 def test_updates_of_zeros_leave_the_scale_where_it_is() -> None:
     _, mean = path("quantize(8, stochastic=True)")
     mean.begin(selected(1))

@@ -7,11 +7,16 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES128
 from cryptography.hazmat.primitives.ciphers.modes import CTR
+from secure_support import Table
 
 from offbeat.errors import NonFiniteError, UsageError
 from offbeat.protocols.federated.secure.client import MaskWork
 from offbeat.protocols.federated.secure.fixed_point import FixedPoint
 from offbeat.protocols.federated.secure.masks import CHUNK, Masks
+from offbeat.protocols.federated.secure.messages import MaskedUpdate
+from offbeat.protocols.federated.secure.server import SecureFailure
+from offbeat.protocols.machine import Payload, Send
+from offbeat.simulate.faults.secure_rounds import SecureWorld, round_for
 
 KEY = bytes(range(16))
 
@@ -118,3 +123,30 @@ def test_a_masked_update_looks_unlike_the_update() -> None:
         expected = len(hidden) / 256
         assert abs(((counts - expected) ** 2 / expected).sum() - 255) < 6 * 22.6
     assert np.count_nonzero(masked[0] == masked[1]) <= 2
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("more", [-1_000_000, 1_000_000, 2**31])
+def test_a_sum_with_weights_that_honest_clients_cannot_have_is_refused(bits: int | None, more: int) -> None:
+    """A client adds to the weight of the sum, which nobody sees: the mean could become as large as it likes."""
+    world = SecureWorld(round_for(5, 3, bits=bits), 3)
+    encoding = world.server.encoding
+
+    def lie(sender: str, send: Send) -> list[Send]:
+        if sender != "client 12" or not isinstance(send.message, MaskedUpdate):
+            return [send]
+        row = encoding.unpacked(send.payload.handle).copy()
+        # The digits of the weight, or all of it.
+        digits = [more % 2**32] if bits is None else [(more >> (8 * place)) % 256 for place in range(4)]
+        row[-len(digits) :] += np.array(digits, np.int64).astype(row.dtype)
+        return [Send(send.to, send.message, Payload(encoding.nbytes, encoding.packed(encoding.reduced(row))))]
+
+    table = Table(world, lie)
+    for name, machine in table.machines.items():
+        table.carry_out(name, machine.begin(0.0))
+    while world.server.outcome is None:
+        table.step()
+    outcome = world.server.outcome
+    assert isinstance(outcome, SecureFailure)
+    assert "5 clients weigh" in outcome.reason
+    assert "one has lied" in outcome.reason

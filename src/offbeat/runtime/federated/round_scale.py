@@ -61,7 +61,8 @@ class RoundScale:
 
     def learn(self, size: float) -> None:
         """Settle the next round's scale by the mean size of this round's updates; a power of two."""
-        self.bound = 2.0 ** round(size * _WITHIN + math.log2(self.room))
+        usual = min(max(size * _WITHIN, _LEAST), _MOST)  # Clients that lie may have made it anything.
+        self.bound = 2.0 ** round(usual + math.log2(self.room))
 
     def owe(
         self, state: ClientState, lost: NDArray[np.float64], places: NDArray[np.int64] | slice, layout: UpdateLayout

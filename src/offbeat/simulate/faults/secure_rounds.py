@@ -26,7 +26,7 @@ from offbeat.protocols.federated.secure.messages import (
 )
 from offbeat.protocols.federated.secure.plan import SecureRound
 from offbeat.protocols.federated.secure.primitives import identity_public
-from offbeat.protocols.federated.secure.server import SecureServer, SecureSum, SecureTimes
+from offbeat.protocols.federated.secure.server import SecureServer, SecureTimes
 from offbeat.protocols.federated.secure.shamir import SecretBytes
 from offbeat.protocols.machine import Done, Effect, Event, Machine, Name, Send
 from offbeat.simulate.machine_contract import MachineContract
@@ -156,10 +156,10 @@ def fault_in(machines: Iterable[Machine]) -> str | None:
     """What must never be: a wrong sum, or a client that releases both kinds of share of another."""
     clients = {each.client.number: each for each in machines if isinstance(each, DroppingClient)}
     for server in machines:
-        if isinstance(server, SecureServer) and isinstance(outcome := server.outcome, SecureSum):
-            whole = np.sum([clients[client].update for client in outcome.clients], axis=0, dtype=np.uint64)
-            if not np.array_equal(outcome.total, whole % 2**server.encoding.width):
-                return f"the sum over clients {list(outcome.clients)} is wrong"
+        if isinstance(server, SecureServer) and (unmasked := server.unmasked) is not None:
+            whole = np.sum([clients[client].update for client in unmasked.clients], axis=0, dtype=np.uint64)
+            if not np.array_equal(unmasked.total, whole % 2**server.encoding.width):
+                return f"the sum over clients {list(unmasked.clients)} is wrong"
     for each in clients.values():
         seeds = {piece.client for message in each.released for piece in message.seeds}
         keys = {piece.client for message in each.released for piece in message.keys}

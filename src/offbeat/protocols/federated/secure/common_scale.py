@@ -81,10 +81,7 @@ class CommonScale(SummedIntegers, frozen=True, kw_only=True, tag=True):
     def decode(self, total: Row) -> tuple[NDArray[np.float64], int]:
         """The mean of the updates whose integers were summed, weighted by examples, and the sum of these."""
         self.check_total(total)
-        coarse = self.length - self.fine
-        digits = total[coarse:].reshape(-1, self._digits).astype(np.uint64)
-        places = np.arange(self._digits, dtype=np.uint64) * np.uint64(self.bits)
-        tail = ((digits << places).sum(axis=1) % MODULUS).astype(np.uint32)
+        coarse, tail = self.length - self.fine, self._tail(total)
         examples = int(tail[-1])
         if not examples:
             raise UsageError("a sum without examples has no mean: no update is in it.")
@@ -93,6 +90,16 @@ class CommonScale(SummedIntegers, frozen=True, kw_only=True, tag=True):
         if self.fine:
             values[coarse:] = self._point.decode(tail)[0]
         return values, examples
+
+    def weight(self, total: Row) -> int:
+        """The sum of the weights of the updates whose integers were summed."""
+        return int(self._tail(total)[-1])
+
+    def _tail(self, total: Row) -> NDArray[np.uint32]:
+        """The fine numbers and the weight of a sum, put together from their digits."""
+        digits = total[self.length - self.fine :].reshape(-1, self._digits).astype(np.uint64)
+        places = np.arange(self._digits, dtype=np.uint64) * np.uint64(self.bits)
+        return ((digits << places).sum(axis=1) % MODULUS).astype(np.uint32)
 
     def clipped(self, values: NDArray[np.floating]) -> int:
         """How many numbers of an update are clipped."""

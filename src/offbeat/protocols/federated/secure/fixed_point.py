@@ -48,11 +48,15 @@ class FixedPoint(SummedIntegers, frozen=True, kw_only=True, tag=True):
     def decode(self, total: Row) -> tuple[NDArray[np.float64], int]:
         """The mean of the updates whose integers were summed, weighted by examples, and the sum of these."""
         self.check_total(total)
-        examples = int(total[-1])
+        examples = self.weight(total)
         if not examples:
             raise UsageError("a sum without examples has no mean: no update is in it.")
         unit = self.bound / self.largest * self.examples / examples
         return total[:-1].view(np.int32).astype(np.float64) * unit, examples
+
+    def weight(self, total: Row) -> int:
+        """The sum of the weights of the updates whose integers were summed."""
+        return int(total[-1])
 
 
 def rounded(values: NDArray[np.floating], bound: float, scale: float, seed: int, out: Row, most: int = 0) -> None:

@@ -64,6 +64,10 @@ class SummedIntegers(Struct, frozen=True, kw_only=True):
         """The mean of the updates whose integers were summed, weighted by examples, and the sum of these."""
         raise NotImplementedError
 
+    def weight(self, total: Row) -> int:
+        """The sum of the weights of the updates whose integers were summed."""
+        raise NotImplementedError
+
     def clipped(self, values: NDArray[np.floating]) -> int:
         """How many numbers of an update are clipped."""
         return int(np.count_nonzero(np.abs(values) > self.bound))

@@ -99,6 +99,8 @@ class SecureServer:
         self.name = name
         self.outcome: SecureSum | SecureFailure | None = None
         """How the round has ended; None: it has not."""
+        self.unmasked: SecureSum | None = None
+        """The sum without its masks, also one that is refused; None: it has none."""
         self.refused: list[RefusedAnswer] = []
         """What was refused, and of whom."""
         self._records = SecureRecords(plan, dict(members), state or SecureServerState())
@@ -230,7 +232,21 @@ class SecureServer:
             )
         else:
             records.total = self.encoding.reduced(result.total)
+            self.unmasked = self._sum()
+            records.state.failure = self._implausible(records.total)
         self._end(effects)
+
+    def _sum(self) -> SecureSum:
+        known = self._records.state
+        return SecureSum(np.asarray(self._records.total), tuple(known.masked), tuple(known.liars))
+
+    def _implausible(self, total: Row) -> str:
+        """Why a sum cannot be that of honest clients; a mean by a wrong weight could be of any size."""
+        weight, clients = self.encoding.weight(total), len(self._records.state.masked)
+        most = clients * self.encoding.examples
+        if clients <= weight <= most:
+            return ""
+        return f"{clients:,} clients weigh {weight:,} together, and honest ones {clients:,} to {most:,}: one has lied"
 
     def _end(self, effects: Effects) -> None:
         """Set the outcome, and tell the clients."""
@@ -241,7 +257,7 @@ class SecureServer:
             culprits = tuple(sorted({*known.unrecovered, *known.liars}))
             self.outcome = SecureFailure(known.failure, culprits)
         else:
-            self.outcome = SecureSum(np.asarray(records.total), tuple(known.masked), tuple(known.liars))
+            self.outcome = self.unmasked = self._sum()
         for client in records.members:
             missed = "" if client in records.alive else "the round ended before this client's update came"
             effects.send(self._names[client], SecureEnd(self._digest, (known.failure or missed)[:MOST_TEXT]))
