@@ -296,9 +296,9 @@ def test_a_server_killed_on_one_host_is_replaced_by_its_copy_on_another_and_that
     networks: None, launcher: Launcher, tmp_path: Path
 ) -> None:
     (tmp_path / "seen").mkdir()
-    disturb = ["worker *: pace 40ms", "server 0: kill at step 10", "server 0: kill at step 80"]
+    disturb = ["worker *: pace 40ms", "server 0: kill at step 10", "server 0: kill at step 180"]
     result = offbeat.fit(
-        CurveTask(str(tmp_path / "seen")), "server(replicas=1)", hosts=Hosts.alike(2), steps=90, out=tmp_path / "runs",
+        CurveTask(str(tmp_path / "seen")), "server(replicas=1)", hosts=Hosts.alike(2), steps=190, out=tmp_path / "runs",
         disturb=disturb, launcher=launcher, target=1e9,
     )  # fmt: skip
     assert result.disturbances == {"asked": 4, "fired": 4}
